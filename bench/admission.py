@@ -17,11 +17,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence
+from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 from vlm_worker.types import Request, RequestKey, SamplingParams
 
 RATES = (16, 22, 26)

@@ -12,8 +12,7 @@ from vlm_operator.cluster import Manifest
 from vlm_operator.pods.gateway import gateway_config
 from vlm_operator.reconcile import Options
 from vlm_operator.reconcile.decisions import plan_turn
-from vlm_worker.settings import parse
-from vlm_worker.settings.values import GatewaySettings, WorkerSettings
+from vlm_worker.settings import GatewaySettings, WorkerSettings, parse
 
 
 @given(specs())

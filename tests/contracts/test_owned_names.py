@@ -18,7 +18,7 @@ from vlm_operator.names import Role
 from vlm_operator.pods.gateway import gateway_template
 from vlm_operator.pods.worker import worker_template
 from vlm_operator.rollout.revisions import current_revisions, keep_defaults
-from vlm_worker.settings.flags import command_line
+from vlm_worker.settings import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 (COMMANDS,) = (

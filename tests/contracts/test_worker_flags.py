@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_worker.settings.flags import command_line
+from vlm_worker.settings import command_line
 
 PAGE = (Path(__file__).parents[2] / "docs/contract.md").read_text()
 NAMED = set(re.findall(r"--[a-z][a-z-]+", PAGE))

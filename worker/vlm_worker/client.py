@@ -20,8 +20,8 @@ import grpc
 
 from vlm_worker.errors import InvalidRequestError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.settings.options import MAX_PORT
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.settings.values import MAX_PORT
 from vlm_worker.types import RequestKey
 from vlm_worker.wire import messages
 from vlm_worker.wire.credentials import open_channel

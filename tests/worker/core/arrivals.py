@@ -7,8 +7,8 @@ import dataclasses
 from hypothesis import strategies as st
 from worker.core.simulation import Work
 
-from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
 from vlm_worker.core.sequence import Lane
+from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 from vlm_worker.types import Request, RequestKey, SamplingParams
 
 AGEING = 12.0

@@ -9,8 +9,9 @@ from worker.core.arrivals import DUAL, FCFS, text
 from worker.core.simulation import Simulation, Work, alone
 
 from vlm_worker.core.admission import MAX_BYPASSED
-from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
+from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.sequence import Lane, Status
+from vlm_worker.settings import AdmissionSettings
 from vlm_worker.testing import IMAGE_TOKEN, make_image
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from worker.core.test_admission_queue import waiting_sequence
 
 from vlm_worker.core.admission_policy import (
-    AdmissionPolicy,
     AdmissionQueue,
     AdmissionReason,
-    AdmissionSettings,
     lane_quotas,
     preemption_order,
 )
 from vlm_worker.core.sequence import Lane
+from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 
 DUAL = AdmissionSettings(AdmissionPolicy.DUAL_QUEUE)
 

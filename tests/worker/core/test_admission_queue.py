@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vlm_worker.core.admission_policy import (
     MAX_UNFIT,
-    AdmissionPolicy,
     AdmissionQueue,
     AdmissionReason,
-    AdmissionSettings,
+    lane_bound,
     lane_quotas,
 )
 from vlm_worker.core.sequence import Lane, Sequence
+from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 from vlm_worker.types import Request, RequestKey, SamplingParams
 
 AGEING = 10.0
@@ -48,7 +48,7 @@ class NaiveQueue:
         """Whom a wave meets next that began with `backlog` and has `seen` and `entered` some."""
         left = [s for s in self.waiting if not s.is_blocked and s not in seen]
         dual = self.settings.policy is AdmissionPolicy.DUAL_QUEUE
-        bound = {lane: self.settings.bound(lane) if dual else 10**9 for lane in Lane}
+        bound = {lane: lane_bound(self.settings, lane) if dual else 10**9 for lane in Lane}
         aged = [s for s in left if now - s.arrived_at >= AGEING and entered[s.lane] < bound[s.lane]]
         if aged:
             return min(aged, key=lambda s: s.arrival), AdmissionReason.AGED

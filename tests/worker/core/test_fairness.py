@@ -13,9 +13,10 @@ from worker.core.arrivals import AGEING, DUAL, FCFS, Arrival, arrivals, patterns
 from worker.core.simulation import Simulation, alone
 
 from vlm_worker.core.admission import MAX_BYPASSED
-from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
+from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.step_values import SchedulerOutput
+from vlm_worker.settings import AdmissionSettings
 
 MAX_WAITING = 12
 

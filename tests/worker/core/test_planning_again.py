@@ -13,9 +13,10 @@ from worker.core.arrivals import DUAL, FCFS, text
 from worker.core.simulation import Simulation, Work, alone, expected, told, works
 
 from vlm_worker.core.admission import MAX_IDLE_SECONDS
-from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
+from vlm_worker.core.admission_policy import lane_bound
 from vlm_worker.core.sequence import Lane, Status
 from vlm_worker.core.step_values import SchedulerOutput
+from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 from vlm_worker.testing import embed
 
 
@@ -29,7 +30,7 @@ class Twice(Simulation):
         for lane in Lane:
             settings = self.scheduler.waiting.settings
             entered = sum(sequence.lane is lane for sequence in schedule.admitted)
-            assert settings.policy is AdmissionPolicy.FCFS or entered <= settings.bound(lane)
+            assert settings.policy is AdmissionPolicy.FCFS or entered <= lane_bound(settings, lane)
         return schedule
 
 

@@ -16,9 +16,9 @@ from worker.core.arrivals import DUAL, FCFS, text
 from worker.core.simulation import Simulation, Work, alone, told
 
 from vlm_worker.core.admission import MAX_BYPASSED
-from vlm_worker.core.admission_policy import AdmissionSettings
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.step_values import SchedulerOutput
+from vlm_worker.settings import AdmissionSettings
 from vlm_worker.testing import IMAGE_TOKEN, embed, make_image
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 

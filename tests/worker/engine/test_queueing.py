@@ -8,7 +8,7 @@ import pytest
 from worker.engine.encode_helpers import encode_first
 from worker.engine.talk import error, events, text, tokens
 
-from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionReason, AdmissionSettings
+from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
 from vlm_worker.core.step_time import LimitReason
@@ -16,6 +16,7 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
+from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner, make_image
 from vlm_worker.types import (
     FinishedEvent,
@@ -109,7 +110,7 @@ async def test_stats_tell_who_waits_in_which_lane_and_why_they_were_let_in(
 
 
 async def test_steps_slower_than_their_target_let_fewer_run(start: Any, until: Any) -> None:
-    engine: Engine = start(max_num_seqs=4, target_step_seconds=1e-9)
+    engine: Engine = start(max_num_seqs=4, target_step_ms=1e-6)
     streams = [engine.submit_prefill(text(str(n), max_tokens=40), for_peer=False) for n in range(4)]
     for stream in streams:
         assert len(tokens(await events(stream))) == 40

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vlm_worker.settings import GatewaySettings, ServeSettings, WorkerSettings, parse
-from vlm_worker.settings.child import gateway_argv, worker_argv
+from vlm_worker.settings import (
+    AdmissionPolicy,
+    GatewaySettings,
+    ModelSource,
+    ServeSettings,
+    WorkerSettings,
+    parse,
+)
+from vlm_worker.settings.options import (
+    FLAG,
+    MAX_PORT,
+    PATH,
+    PERCENT,
+    PORT,
+    SECONDS,
+    TEXT,
+    Kind,
+    options_of,
+    to_argv,
+)
+from vlm_worker.settings.timers import PRODUCTION
+from vlm_worker.settings.values import (
+    ADDRESSES,
+    DELAY_BY_STAGE,
+    DELAYS,
+    IMAGES,
+    MAX_IMAGES,
+    SCALED_TIMERS,
+    STAGE_LIST,
+)
 from vlm_worker.types import Role, Stage
+
+T = TypeVar("T")
 
 CONTRACT_WORKER = [
     "--model=/models/model", "--served-name=demo", "--model-revision=abc", "--bind=10.0.0.7",
@@ -108,19 +142,70 @@ def test_a_wrong_command_line_ends_with_2_and_says_what_to_write(
     assert told in capsys.readouterr().err
 
 
-def test_the_children_of_serve_get_the_settings_of_their_parent() -> None:
-    argv = ["serve", "/models/m", "--kv-memory-percent=7", "--max-model-len=128", "--block-size=4",
-            "--inject-delay-ms=encode=5", "--model-revision=r1", "--timer-scale=0.3",
-            "--transport=shared-memory", "--shared-memory-dir=/mem", "--exposed-memory-bytes=9",
-            "--strict", "--client-priority=any", "--jpeg-scaling=dct",
-            "--admission-policy=dual_queue", "--target-step-ms=50", "--max-waiting=8",
-            "--images-per-request=9", "--max-connections=77",
-            "--gateway-memory-bytes=200000000"]  # fmt: skip
+def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
+    """Every value that a flag of this kind may set."""
+    if kind.choices:
+        return st.sampled_from(kind.choices).map(kind.read)
+    known: dict[Kind[Any], st.SearchStrategy[Any]] = {
+        FLAG: st.booleans(),
+        TEXT: st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1),
+        PATH: st.sampled_from(["/mem", "a/b"]).map(Path),
+        PORT: st.integers(0, MAX_PORT),
+        PERCENT: st.integers(0, 95),
+        SECONDS: st.floats(0, 86400),
+        SCALED_TIMERS: st.floats(0.01, 1.0).map(PRODUCTION.scaled),
+        STAGE_LIST: st.frozensets(st.sampled_from(Stage), min_size=1),
+        ADDRESSES: st.lists(st.sampled_from(["a:1", "[::1]:2"])).map(tuple),
+        DELAY_BY_STAGE: st.dictionaries(
+            st.sampled_from(DELAYS), st.integers(0, 60_000).map(lambda ms: ms / 1000)
+        ),
+        IMAGES: st.integers(0, MAX_IMAGES),
+    }
+    return known.get(kind, st.integers(1 << 28, 1 << 40))
+
+
+def settings_of(cls: type[T], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
+    """Settings with any values of their options; of flags that exclude each other one is set."""
+    fields: dict[str, st.SearchStrategy[Any]] = dict(given)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name in given:
+            continue
+        if nested := field.metadata.get("group"):
+            fields[field.name] = settings_of(nested)
+        elif declared := field.metadata.get("option"):
+            optional = st.none() if field.default is None else st.nothing()
+            excluded = declared.exclusive and declared.flag != "--kv-memory-bytes"
+            fields[field.name] = optional if excluded else optional | strategy_of(declared.kind)
+    return st.builds(cls, **fields)
+
+
+@given(settings_of(WorkerSettings, role=st.sampled_from([Role.ENCODER, Role.DECODE])))
+def test_a_worker_reads_its_settings_from_the_flags_that_write_them(want: WorkerSettings) -> None:
+    own = Stage(want.role.value)
+    want = dataclasses.replace(want, stages=want.stages | {own}, model=ModelSource("/m"))
+    assert parse([want.role.value, *to_argv(want)], {}) == want
+
+
+@given(settings_of(GatewaySettings, workers=st.just(("a:1",)), namespace=st.just("")))
+def test_a_gateway_reads_its_settings_from_the_flags_that_write_them(want: GatewaySettings) -> None:
+    want = dataclasses.replace(want, service="", model=ModelSource("/m"))
+    assert parse(["gateway", *to_argv(want)], {}) == want
+
+
+def test_each_flag_of_a_command_is_declared_once() -> None:
+    for cls in (WorkerSettings, GatewaySettings):
+        flags = [declared.flag for declared, _ in options_of(cls)]
+        assert len(flags) == len(set(flags))
+
+
+def test_serve_starts_its_parts_with_the_flags_that_it_was_given() -> None:
+    argv = ["serve", "/models/m", "--kv-memory-percent=7", "--threads=3", "--client-priority=any",
+            "--timer-scale=0.3", "--strict", "--admission-policy=dual_queue"]  # fmt: skip
     settings = parse(argv, {})
     assert isinstance(settings, ServeSettings)
-    child = parse(worker_argv(settings.worker, Role.PREFILL, bind="127.0.0.1", parent=7), {})
-    assert child == dataclasses.replace(
-        settings.worker, role=Role.PREFILL, stages=frozenset({Stage.PREFILL}), parent=7
-    )
-    gateway = parse(gateway_argv(settings.gateway, workers=["127.0.0.1:5"], parent=7), {})
-    assert gateway == dataclasses.replace(settings.gateway, workers=("127.0.0.1:5",), parent=7)
+    worker, gateway = settings.worker, settings.gateway
+    assert (worker.compute.kv_memory_percent, worker.compute.num_threads) == (7, 3)
+    assert worker.queues.admission.policy is AdmissionPolicy.DUAL_QUEUE
+    assert (worker.strict, gateway.any_priority) == (True, True)
+    assert worker.timers == gateway.timers == PRODUCTION.scaled(0.3)
+    assert (worker.grpc_port, worker.http_port, worker.data_port, gateway.admin_port) == (0,) * 4

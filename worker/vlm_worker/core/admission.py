@@ -31,17 +31,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Final
 
-from vlm_worker.core.admission_policy import (
-    AdmissionQueue,
-    AdmissionReason,
-    AdmissionRound,
-    AdmissionSettings,
-)
+from vlm_worker.core.admission_policy import AdmissionQueue, AdmissionReason, AdmissionRound
 from vlm_worker.core.chunks import TokenBudget
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.limits import fits
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.sequence import MIN_PRIORITY, Sequence, Status
+from vlm_worker.settings import AdmissionSettings
 
 MAX_BYPASSED: Final = 64
 """Sequences that may be admitted before one that lacks blocks or budget; then all wait for it."""

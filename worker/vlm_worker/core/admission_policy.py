@@ -29,13 +29,7 @@ from typing import Final, Self
 
 from vlm_worker.core.sequence import Lane, Sequence
 from vlm_worker.core.waiting_queue import LazyHeap, WaitingQueue
-
-
-class AdmissionPolicy(enum.StrEnum):
-    """The order of waiting sequences: by priority and arrival, or by quotas of the two lanes."""
-
-    FCFS = "fcfs"
-    DUAL_QUEUE = "dual_queue"
+from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 
 
 class AdmissionReason(enum.StrEnum):
@@ -55,34 +49,6 @@ class AdmissionReason(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AdmissionSettings:
-    """How the next sequence is chosen.
-
-    Attributes:
-        policy: the order of waiting sequences.
-        max_text: sequences of the text lane that one round of `dual_queue` admits.
-        max_vision: the same for the vision lane.
-        ageing_seconds: a sequence that waited this long goes first.
-    """
-
-    policy: AdmissionPolicy = AdmissionPolicy.FCFS
-    max_text: int = 32
-    max_vision: int = 8
-    ageing_seconds: float = 3.0
-
-    def __post_init__(self) -> None:
-        """Refuse bounds that would never admit a lane."""
-        if self.max_text < 1 or self.max_vision < 1:
-            raise ValueError(
-                f"max_text ({self.max_text}) and max_vision ({self.max_vision}) must be at least 1"
-            )
-
-    def bound(self, lane: Lane) -> int:
-        """Sequences of a lane that one round admits."""
-        return self.max_vision if lane is Lane.VISION else self.max_text
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class LaneQuota:
     """At most `count` sequences of `lane` are admitted in this round."""
 
@@ -96,6 +62,11 @@ def preemption_order(sequence: Sequence) -> tuple[int, int]:
     return -max(sequence.priority, sequence.aged_priority), sequence.arrival
 
 
+def lane_bound(settings: AdmissionSettings, lane: Lane) -> int:
+    """Sequences of a lane that one round of `dual_queue` admits."""
+    return settings.max_vision if lane is Lane.VISION else settings.max_text
+
+
 def lane_quotas(
     backlog: Mapping[Lane, int], settings: AdmissionSettings, *, last_first: Lane
 ) -> tuple[LaneQuota, LaneQuota]:
@@ -106,17 +77,17 @@ def lane_quotas(
         settings: the bounds.
         last_first: the lane that went first in the last round that admitted a sequence.
     """
-    backed_up = [lane for lane, num in backlog.items() if num > 2 * settings.bound(lane)]
+    backed_up = [lane for lane, num in backlog.items() if num > 2 * lane_bound(settings, lane)]
     first = backed_up[0] if len(backed_up) == 1 else _other(last_first)
     second = _other(first)
-    half = max(settings.bound(second) // 2, 1)
+    half = max(lane_bound(settings, second) // 2, 1)
     if backed_up:
         return (
-            LaneQuota(first, settings.bound(first), AdmissionReason.BACKLOG),
+            LaneQuota(first, lane_bound(settings, first), AdmissionReason.BACKLOG),
             LaneQuota(second, half, AdmissionReason.FILLING),
         )
     return (
-        LaneQuota(first, max(settings.bound(first) // 2, 1), AdmissionReason.BALANCED),
+        LaneQuota(first, max(lane_bound(settings, first) // 2, 1), AdmissionReason.BALANCED),
         LaneQuota(second, half, AdmissionReason.BALANCED),
     )
 
@@ -283,7 +254,7 @@ class AdmissionRound:
                 return sequence, AdmissionReason.AGED
             return None if queue.first is None else (queue.first, AdmissionReason.ORDER)
         settings, lanes = self._waiting.settings, self._waiting._lanes
-        open_lanes = [lane for lane in LANES if self._has_quota(lane, settings.bound(lane))]
+        open_lanes = [lane for lane in LANES if self._has_quota(lane, lane_bound(settings, lane))]
         aged = [s for lane in open_lanes if (s := lanes[lane].aged(now=self._now)) is not None]
         if aged:
             return min(aged, key=_arrival), AdmissionReason.AGED

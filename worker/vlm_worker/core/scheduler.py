@@ -19,13 +19,14 @@ from __future__ import annotations
 import numpy as np
 
 from vlm_worker.core.admission import AdmissionController
-from vlm_worker.core.admission_policy import AdmissionSettings, preemption_order
+from vlm_worker.core.admission_policy import preemption_order
 from vlm_worker.core.chunks import TokenBudget
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.publish import publish_answer, publish_answers_for, publish_written
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_values import SampledOutput, SchedulerOutput, StepOutcome, StepPlan
+from vlm_worker.settings import AdmissionSettings
 
 
 class Scheduler:

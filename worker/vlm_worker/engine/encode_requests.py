@@ -95,7 +95,7 @@ class EncodeRequests:
         self.cache = EmbeddingCache(
             runner,
             max_bytes=settings.embedding_cache_bytes,
-            cold_bytes=settings.embedding_cold_cache_bytes,
+            cold_bytes=settings.embedding_cold_cache_bytes or 0,
             ttl_seconds=settings.embedding_ttl_seconds,
         )
         self.queue = EncoderQueue(runner, self.cache, settings=settings, clock=clock)

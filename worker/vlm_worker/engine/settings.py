@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
-from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
+from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.measurements import Buckets, BusyTime, WorkKind
 from vlm_worker.core.sequence import Lane
 from vlm_worker.core.step_time import LimitReason
+from vlm_worker.settings import EncoderCacheSettings, QueueSettings
 from vlm_worker.types import Modality
 
 MAX_ENCODE_TOKENS: Final = 2048
@@ -18,7 +19,7 @@ MAX_ENCODE_TOKENS: Final = 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EngineSettings:
+class EngineSettings(QueueSettings, EncoderCacheSettings):
     """Settings and limits of the engine.
 
     Attributes:
@@ -33,26 +34,11 @@ class EngineSettings:
             limit does not slow it down.
         max_image_tokens: visual tokens of the largest possible image, which must fit into the
             encoder cache; None is `max_model_len`.
-        max_waiting: sequences in the queue; beyond it, a request gets an OverloadedError.
-        max_waiting_tokens: tokens of the queue, including visual tokens; same error.
-        max_waiting_images: images in the encoder queue; same error.
-        max_waiting_pixels: pixels in the encoder queue, after resizing; same error. An empty queue
-            accepts any one request, and the images of any one call.
-        admission: the order in which waiting sequences are admitted.
-        long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
-        target_step_seconds: target step time, which limits the running sequences; None: only the
-            number of rows limits them.
         max_unread_percent: share of the KV blocks for prompts that peers have not read yet. Beyond
             it, such prompts wait; if computed prompts alone fill it, new ones are refused.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         whole_images: attention inside an image is bidirectional in this family, so that a chunk of
             prefill never cuts an image.
-        embedding_cache_bytes: budget of the encoder cache's hot tier, on the runner's device. It
-            also limits the embeddings that are queued or held for peers; beyond it, a call gets an
-            OverloadedError.
-        embedding_cold_cache_bytes: budget of the cold tier, in host memory; 0 disables it, which
-            suits a CPU, where the hot tier is host memory already.
-        embedding_ttl_seconds: an embedding that was unused for this time is not served again.
         stuck_step_seconds: a step that takes longer makes the engine unhealthy.
         max_step_failures: this number of failed steps in a row makes the engine unhealthy.
         strict: a broken invariant stops the engine (tests) instead of being counted and logged.
@@ -66,19 +52,9 @@ class EngineSettings:
     max_encode_tokens_decoding: int = 512
     max_copy_bytes: int = 32 << 20
     max_image_tokens: int | None = None
-    max_waiting: int = 256
-    max_waiting_tokens: int = 1 << 20
-    max_waiting_images: int = 256
-    max_waiting_pixels: int = 1 << 26
-    admission: AdmissionSettings = dataclasses.field(default_factory=AdmissionSettings)
-    long_prefill_tokens: int | None = None
-    target_step_seconds: float | None = None
     max_unread_percent: int = 50
     watermark_percent: int = 2
     whole_images: bool = False
-    embedding_cache_bytes: int = 256 << 20
-    embedding_cold_cache_bytes: int = 0
-    embedding_ttl_seconds: float = 600.0
     stuck_step_seconds: float = 60.0
     max_step_failures: int = 3
     strict: bool = False

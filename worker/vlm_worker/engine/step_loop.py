@@ -51,7 +51,9 @@ class StepLoop:
             whole_images=settings.whole_images,
         )
         self.isolation = StepIsolation(runner, builder, before_call=events.flush)
-        self.limit = AdaptiveLimit(settings.target_step_seconds, maximum=settings.max_num_seqs)
+        self.limit = AdaptiveLimit(
+            settings.target_step_ms / 1000 or None, maximum=settings.max_num_seqs
+        )
         self.num_steps = 0
         self.num_output_tokens = 0
         self.busy = BusyTimeCounter()

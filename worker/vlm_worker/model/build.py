@@ -20,29 +20,19 @@ from vlm_worker.model.loader import LoadedModel, load_model
 from vlm_worker.model.memory import make_kv_layout, num_kv_blocks
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.model.warmup import try_encoder, try_language_model
+from vlm_worker.settings import ComputeSettings
 from vlm_worker.types import Stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """What to load, and how much memory to use.
+class RunnerSettings(ComputeSettings):
+    """What to load.
 
     Attributes:
         model_dir: a directory in transformers' layout.
         stages: the stages that this worker runs.
         model_revision: part of the layout fingerprints; empty = derived from the content.
-        dtype: of weights and activations; `auto` is the checkpoint's.
-        kv_dtype: of the KV cache; `auto` is `dtype`, `int8` has a scale per token and head.
         block_size: tokens per KV block.
-        kv_memory_bytes: size of the KV cache; has precedence over `kv_memory_percent`.
-        kv_memory_percent: size of the KV cache as a share of the memory left after loading.
-        device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
-        num_threads: CPU threads; 0 is torch's default (`OMP_NUM_THREADS`, else all cores), at most
-            the container's CPUs.
-        packed_weights: pack linear layers if device and dtype benefit (`linear`).
-        weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
-            `FamilySpec.int8`.
-        compile: on a GPU, compile the layers that torch computes (`gpu.compiled`).
         max_graph_seqs: on a GPU, decode steps of at most this many sequences run as CUDA graphs.
         max_model_len: tokens of the longest sequence of such a step.
     """
@@ -50,16 +40,7 @@ class RunnerSettings:
     model_dir: Path
     stages: Collection[Stage]
     model_revision: str = ""
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
     block_size: int = 64
-    kv_memory_bytes: int | None = None
-    kv_memory_percent: int | None = None
-    device: str = "auto"
-    num_threads: int = 0
-    packed_weights: bool = True
-    weights: str = "auto"
-    compile: bool = True
     max_graph_seqs: int = 0
     max_model_len: int = 4096
 

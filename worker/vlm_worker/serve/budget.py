@@ -85,7 +85,7 @@ def num_decoders(settings: WorkerSettings) -> int:
     """
     if settings.decode_processes:
         return settings.decode_processes
-    count = settings.num_threads or num_cpus()
+    count = settings.compute.num_threads or num_cpus()
     return max(MIN_DECODERS, min(count // 2, MAX_DECODERS))
 
 
@@ -178,7 +178,9 @@ def _embedding_bytes(settings: WorkerSettings, device: str) -> int:
     if settings.stages == {Stage.DECODE}:
         return 0
     copies = embedding_copies(settings, device)
-    return settings.embedding_cache_bytes * (1 + copies) + cold_cache_bytes(settings, device)
+    return settings.encoder_cache.embedding_cache_bytes * (1 + copies) + cold_cache_bytes(
+        settings, device
+    )
 
 
 def embedding_copies(settings: WorkerSettings, device: str) -> int:
@@ -190,8 +192,8 @@ def embedding_copies(settings: WorkerSettings, device: str) -> int:
 
 def cold_cache_bytes(settings: WorkerSettings, device: str) -> int:
     """Bytes of the cold tier in host memory; 0 on a CPU, where the hot tier is host memory too."""
-    if settings.embedding_cold_cache_bytes is not None:
-        return settings.embedding_cold_cache_bytes
+    if settings.encoder_cache.embedding_cold_cache_bytes is not None:
+        return settings.encoder_cache.embedding_cold_cache_bytes
     return 0 if device == "cpu" else DEFAULT_COLD_CACHE_BYTES
 
 

@@ -19,6 +19,7 @@ from vlm_worker.engine.settings import MAX_ENCODE_TOKENS
 from vlm_worker.serve.sources import fetch_model
 from vlm_worker.server.state import ModelFacts
 from vlm_worker.settings import WorkerSettings
+from vlm_worker.settings.options import values_of
 from vlm_worker.types import Stage
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         device, native_library, native_kernels = "cpu", None, "none"
         available, limit, work_bytes = None, None, 0
     else:
-        device = _device(settings.device)
+        device = _device(settings.compute.device)
         runner = model = _model(settings, model_dir, device)
         weights_bytes = model.weights_bytes
         work_bytes = model.work_bytes(
@@ -91,7 +92,7 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         embedding_bytes_per_token=embed.row_bytes,
         image_tokens_per_megapixel=family.processor.tokens_per_megapixel,
         weights_bytes=weights_bytes,
-        weights=embed.dtype if settings.weights == "auto" else settings.weights,
+        weights=embed.dtype if settings.compute.weights == "auto" else settings.compute.weights,
     )
     return Loaded(
         runner,
@@ -143,18 +144,10 @@ def _model(settings: WorkerSettings, model_dir: Path, device: str) -> ModelRunne
             model_dir=model_dir,
             stages=settings.stages,
             model_revision=settings.model.revision,
-            dtype=settings.dtype,
-            kv_dtype=settings.kv_dtype,
             block_size=settings.block_size,
-            kv_memory_bytes=settings.kv_memory_bytes,
-            kv_memory_percent=settings.kv_memory_percent,
-            device=device,
-            num_threads=settings.num_threads,
-            packed_weights=settings.packed_weights,
-            weights=settings.weights,
-            compile=settings.compile,
             max_graph_seqs=settings.max_requests,
             max_model_len=settings.max_model_len,
+            **values_of(settings.compute) | {"device": device},
         )
     )
 

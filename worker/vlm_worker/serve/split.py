@@ -19,9 +19,9 @@ from typing import Any
 
 from vlm_worker.serve.local import LOOPBACK, say, say_metrics
 from vlm_worker.serve.process import StopSignals
-from vlm_worker.settings import ServeSettings
-from vlm_worker.settings.child import gateway_argv, worker_argv
-from vlm_worker.types import Role
+from vlm_worker.settings import GatewaySettings, ServeSettings, WorkerSettings
+from vlm_worker.settings.options import to_argv
+from vlm_worker.types import Role, Stage
 
 WORKERS = (Role.ENCODER, Role.PREFILL, Role.DECODE)
 
@@ -94,10 +94,18 @@ async def _start(settings: ServeSettings, children: list[Child]) -> None:
     parent = os.getpid()
     # With more threads than CPUs, threads wait for each other at every barrier.
     share = max(1, len(os.sched_getaffinity(0)) // len(WORKERS))
-    worker = dataclasses.replace(settings.worker, num_threads=settings.worker.num_threads or share)
+    compute = settings.worker.compute
+    compute = dataclasses.replace(compute, num_threads=compute.num_threads or share)
     for role in WORKERS:
-        argv = worker_argv(worker, role, bind=LOOPBACK, parent=parent)
-        children.append(await _spawn(role.value, argv))
+        worker = dataclasses.replace(
+            settings.worker,
+            role=role,
+            stages=frozenset({Stage(role.value)}),
+            bind=LOOPBACK,
+            compute=compute,
+            parent=parent,
+        )
+        children.append(await _spawn(role, worker))
     say(f"starting {', '.join(role.value for role in WORKERS)}")
     addresses = []
     for child in children:
@@ -105,21 +113,22 @@ async def _start(settings: ServeSettings, children: list[Child]) -> None:
         say(f"{child.name} is ready")
         say_metrics(child.name, f"http://{LOOPBACK}:{ready['http_port']}")
         addresses.append(f"{LOOPBACK}:{ready['grpc_port']}")
-    argv = gateway_argv(settings.gateway, workers=addresses, parent=parent)
-    children.append(await _spawn(Role.GATEWAY.value, argv))
+    gateway = dataclasses.replace(settings.gateway, workers=tuple(addresses), parent=parent)
+    children.append(await _spawn(Role.GATEWAY, gateway))
     ready = await children[-1].ready
     say_metrics(Role.GATEWAY.value, ready["admin_url"])
     say(f"{settings.gateway.served_name} is served at {ready['url']}/v1; Ctrl-C stops it")
 
 
-async def _spawn(name: str, argv: list[str]) -> Child:
+async def _spawn(role: Role, settings: WorkerSettings | GatewaySettings) -> Child:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "vlm_worker",
-        *argv,
+        role.value,
+        *to_argv(settings),
         stderr=PIPE,
         # Ctrl-C reaches only this process, which then stops the children in order
         process_group=0,
     )
-    return Child(name, process)
+    return Child(role.value, process)

@@ -12,7 +12,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.sources import Sources
@@ -38,6 +37,7 @@ from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import Phase
 from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.settings import WorkerSettings
+from vlm_worker.settings.options import values_of
 from vlm_worker.transfer import nixl, shared_memory
 from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import Stage
@@ -174,7 +174,7 @@ async def build_components(
 
 
 def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> Engine:
-    queues = settings.queues
+    cold_bytes = cold_cache_bytes(settings, loaded.device)
     largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
     try:
         bounds = EngineSettings(
@@ -185,22 +185,9 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
             watermark_percent=settings.kv_reserve_percent,
             whole_images=loaded.family.spec.bidirectional_spans,
             strict=settings.strict,
-            max_waiting=queues.max_waiting,
-            max_waiting_tokens=queues.max_waiting_tokens,
-            max_waiting_images=queues.max_waiting_images,
-            max_waiting_pixels=queues.max_waiting_pixels,
-            admission=AdmissionSettings(
-                policy=AdmissionPolicy(queues.admission_policy),
-                max_text=queues.max_round_text,
-                max_vision=queues.max_round_vision,
-                ageing_seconds=queues.ageing_seconds,
-            ),
-            long_prefill_tokens=queues.long_prefill_tokens,
-            target_step_seconds=queues.target_step_ms / 1000 or None,
             max_image_tokens=min(largest, max_model_len),
-            embedding_cache_bytes=settings.embedding_cache_bytes,
-            embedding_cold_cache_bytes=cold_cache_bytes(settings, loaded.device),
-            embedding_ttl_seconds=settings.embedding_ttl_seconds,
+            **values_of(settings.queues),
+            **values_of(settings.encoder_cache) | {"embedding_cold_cache_bytes": cold_bytes},
         )
         return Engine(loaded.runner, settings=bounds, positions=loaded.positions)
     except ValueError as error:

@@ -48,6 +48,7 @@ class Timers:
         retry, max_retry: first and maximum wait between a gateway's attempts to reach a worker;
             the wait doubles.
         heartbeat: interval of comments on a stream that waits for a pod.
+        scale: the factor by which all of these were multiplied.
     """
 
     lease: float = 10.0
@@ -76,6 +77,7 @@ class Timers:
     retry: float = 0.2
     max_retry: float = 2.0
     heartbeat: float = 1.0
+    scale: float = 1.0
 
     @property
     def frozen(self) -> float:

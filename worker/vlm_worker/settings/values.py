@@ -1,25 +1,84 @@
-"""The settings of each command, as frozen values."""
+"""The settings of each command, as frozen values; each option is declared once, by its field."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import enum
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from vlm_worker.settings.options import (
+    FLAG,
+    MAX_PORT,
+    PATH,
+    PERCENT,
+    PORT,
+    REQUIRED,
+    SECONDS,
+    TEXT,
+    Kind,
+    at_least,
+    group,
+    number,
+    one_of,
+    option,
+)
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import STAGES, Role, Stage
 
-HF_PREFIX = "hf://"
-MAX_PORT: Final = 65535
-DEFAULT_PATIENCE_SECONDS: Final = 20.0
-"""If the only pod of a pool is killed and its model is small, a new pod is ready after 11 to 12 s.
-Client timeouts are usually 60 s or more."""
+HF_PREFIX: Final = "hf://"
 MAX_IMAGES: Final = 64
 """Maximum images of a request: as many as a worker accepts in one call."""
 LEAST_MEMORY_BYTES: Final = 128 << 20
 """Minimum memory of a gateway: two bodies of the largest size, of two tenants, each with a copy."""
-DEFAULT_SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  files in it have random names
+SHARED_MEMORY_DIR: Final = Path("/dev/shm")  # noqa: S108  files in it have random names
+DELAYS: Final = (*STAGES, "kv_transfer")
+SERVE_DRAIN_SECONDS: Final = 5.0
+CHOSEN_BY_SERVE: Final = frozenset({
+    "--model", "--bind", "--grpc-port", "--data-port", "--announced-data-port", "--http-port",
+    "--stages", "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
+    "--patience-seconds",
+})  # fmt: skip
+
+
+def _stages(text: str) -> frozenset[Stage]:
+    try:
+        return frozenset(Stage(part) for part in text.split(","))
+    except ValueError:
+        known = ",".join(stage.value for stage in Stage)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a comma-separated choice of {known}"
+        ) from None
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} must read HOST:PORT")
+    return text
+
+
+def _delay(text: str) -> tuple[str, float]:
+    stage, _, milliseconds = text.partition("=")
+    if stage not in DELAYS or not milliseconds.isdecimal() or int(milliseconds) > 60_000:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must read STAGE=MS with MS up to 60000 and STAGE one of {', '.join(DELAYS)}"
+        )
+    return stage, int(milliseconds) / 1000
+
+
+_SCALE: Final = number(float, 0.01, 1.0, "a factor from 0.01 to 1")
+SCALED_TIMERS: Final = Kind(
+    lambda text: PRODUCTION.scaled(_SCALE.read(text)), lambda timers: repr(timers.scale)
+)
+STAGE_LIST: Final = Kind(_stages, lambda stages: ",".join(sorted(stage.value for stage in stages)))
+IMAGES: Final = number(int, 0, MAX_IMAGES, f"a whole number, 0 to {MAX_IMAGES}")
+ADDRESSES: Final = Kind(_address, collect=tuple)
+DELAY_BY_STAGE: Final = Kind(
+    _delay, lambda item: f"{item[0]}={round(1000 * item[1])}", collect=dict
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,9 +114,9 @@ class ModelSource:
         cache: directory into which `hf://` models are downloaded; None is huggingface_hub's own.
     """
 
-    uri: str
-    revision: str = ""
-    cache: Path | None = None
+    uri: str = option("--model", TEXT, REQUIRED, "a directory, or hf://org/name")
+    revision: str = option("--model-revision", TEXT, "", "commit of an hf:// model")
+    cache: Path | None = option("--model-cache", PATH, None, "where hf:// models are downloaded to")
 
     @property
     def repository(self) -> str | None:
@@ -65,134 +124,298 @@ class ModelSource:
         return self.uri.removeprefix(HF_PREFIX) if self.uri.startswith(HF_PREFIX) else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class QueueSettings:
-    """How a worker orders and limits its queues; each field has a flag of the same name.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSettings:
+    """What gateway and workers share.
 
-    Attributes:
-        admission_policy: `fcfs` or `dual_queue` (docs/decisions/0009-first-come-first-served.md).
-        max_round_text, max_round_vision: sequences of a lane that one step of `dual_queue` admits.
-        ageing_seconds: waiting time after which a sequence goes before all that waited less.
-        max_waiting, max_waiting_tokens: limits of the prefill queue.
-        max_waiting_images, max_waiting_pixels: limits of the encoder queue.
-        long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
-        target_step_ms: target step time, from which the number of running sequences follows; 0
-            sets no limit.
+    `delays` holds seconds by stage. `timers` has all waits for peers except
+    `drain_timeout_seconds`. The process ends with the process `parent`, if `serve --split` started
+    it.
     """
 
-    admission_policy: str = "fcfs"
-    max_round_text: int = 32
-    max_round_vision: int = 8
-    ageing_seconds: float = 3.0
-    max_waiting: int = 256
-    max_waiting_tokens: int = 1 << 20
-    max_waiting_images: int = 256
-    max_waiting_pixels: int = 1 << 26
-    long_prefill_tokens: int = 1024
-    target_step_ms: int = 0
+    model: ModelSource = group(ModelSource)
+    served_name: str = option("--served-name", TEXT, REQUIRED, "name in the API")
+    block_size: int = option("--block-size", at_least(1), 64, "tokens of a KV block")
+    max_model_len: int = option("--max-model-len", at_least(64), 4096, "tokens")
+    drain_timeout_seconds: float = option("--drain-timeout-seconds", SECONDS, 600.0)
+    compat: str = option("--compat", TEXT, "", "hash of what workers must agree on")
+    parent: int | None = option("--exit-with", at_least(2), None, None)
+    timers: Timers = option(
+        "--timer-scale", SCALED_TIMERS, PRODUCTION, "shorten every timer alike; for tests"
+    )
+    delays: Mapping[str, float] = option(
+        "--inject-delay-ms", DELAY_BY_STAGE, {}, "delay one hop; for tests", metavar="STAGE=MS"
+    )
+    identity: Identity = dataclasses.field(default_factory=Identity)
+    bind: str = option("--bind", TEXT, "::", "address that every server listens on")
+
+
+class AdmissionPolicy(enum.StrEnum):
+    """The order of waiting sequences: by priority and arrival, or by quotas of the two lanes."""
+
+    FCFS = "fcfs"
+    DUAL_QUEUE = "dual_queue"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class AdmissionSettings:
+    """How the next sequence is chosen (docs/decisions/0009-first-come-first-served.md).
+
+    Attributes:
+        policy: the order of waiting sequences.
+        max_text: sequences of the text lane that one round of `dual_queue` admits.
+        max_vision: the same for the vision lane.
+        ageing_seconds: a sequence that waited this long goes first.
+    """
+
+    policy: AdmissionPolicy = option(
+        "--admission-policy", one_of(AdmissionPolicy), AdmissionPolicy.FCFS, "who enters first"
+    )
+    max_text: int = option(
+        "--max-round-text", at_least(1), 32, "of the text lane admitted by one step of dual_queue"
+    )
+    max_vision: int = option(
+        "--max-round-vision",
+        at_least(1),
+        8,
+        "of the vision lane admitted by one step of dual_queue",
+    )
+    ageing_seconds: float = option(
+        "--ageing-seconds", SECONDS, 3.0, "who waited so long goes first"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that would never admit a lane."""
+        if self.max_text < 1 or self.max_vision < 1:
+            raise ValueError(
+                f"max_text ({self.max_text}) and max_vision ({self.max_vision}) must be at least 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueueSettings:
+    """How a worker orders and limits its queues. Beyond a limit, a request gets an OverloadedError.
+
+    Attributes:
+        max_waiting, max_waiting_tokens: limits of the prefill queue, including visual tokens.
+        max_waiting_images, max_waiting_pixels: limits of the encoder queue, after resizing. An
+            empty queue accepts any one request, and the images of any one call.
+        long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
+        target_step_ms: target step time, from which the number of running sequences follows; 0:
+            only the number of rows limits them.
+    """
+
+    admission: AdmissionSettings = group(AdmissionSettings)
+    max_waiting: int = option("--max-waiting", at_least(1), 256, "sequences waiting for prefill")
+    max_waiting_tokens: int = option("--max-waiting-tokens", at_least(1), 1 << 20, "their tokens")
+    max_waiting_images: int = option(
+        "--max-waiting-images", at_least(1), 256, "images waiting for the encoder"
+    )
+    max_waiting_pixels: int = option("--max-waiting-pixels", at_least(1), 1 << 26, "their pixels")
+    long_prefill_tokens: int = option(
+        "--long-prefill-tokens",
+        at_least(16),
+        1024,
+        "of one prompt in a step while others can use more",
+    )
+    target_step_ms: float = option(
+        "--target-step-ms", at_least(0), 0, "adapt how many run at once to this; 0: as many as fit"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderCacheSettings:
+    """Sizes of the encoder cache.
+
+    Attributes:
+        embedding_cache_bytes: budget of the tier on the runner's device. It also limits the
+            embeddings that are queued or held for peers; beyond it, a call gets an OverloadedError.
+        embedding_cold_cache_bytes: budget of the tier in host memory. None depends on the device: 0
+            on a CPU, where the hot tier is host memory too.
+        embedding_ttl_seconds: an embedding that was unused for this time is not served again.
+    """
+
+    embedding_cache_bytes: int = option(
+        "--embedding-cache-bytes", at_least(0), 256 << 20, "of device memory"
+    )
+    embedding_cold_cache_bytes: int | None = option(
+        "--embedding-cold-cache-bytes",
+        at_least(0),
+        None,
+        "of host memory, behind it; a copy between the two delays a step "
+        "(1 GiB, and 0 on a CPU: there both are host memory)",
+    )
+    embedding_ttl_seconds: float = option(
+        "--embedding-ttl-seconds", SECONDS, 600.0, "of one that is not used"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeSettings:
+    """How a model computes, and the size of its KV cache.
+
+    Attributes:
+        dtype: of weights and activations; `auto` is the checkpoint's.
+        kv_dtype: of the KV cache; `auto` is `dtype`, `int8` has a scale per token and head.
+        device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
+        packed_weights: pack linear layers if device and dtype benefit.
+        weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
+            `FamilySpec.int8`.
+        compile: on a GPU, compile at start the layers that torch computes.
+        kv_memory_bytes: size of the KV cache. With neither size, the runner chooses.
+        kv_memory_percent: its size as a share of the memory left after loading.
+        num_threads: CPU threads; 0 is torch's default (`OMP_NUM_THREADS`, else all cores), at most
+            the container's CPUs.
+    """
+
+    dtype: str = option("--dtype", one_of(("auto", "bfloat16", "float16", "float32")), "auto")
+    kv_dtype: str = option("--kv-dtype", one_of(("auto", "bfloat16", "float32", "int8")), "auto")
+    device: str = option("--device", one_of(("auto", "cpu", "cuda")), "auto")
+    packed_weights: bool = option(
+        "--packed-weights",
+        one_of({"auto": True, "off": False}),
+        True,
+        "linear layers in the order that a CPU multiplies fastest, where it gains by it",
+    )
+    weights: str = option(
+        "--weights",
+        one_of(("auto", "int8", "int4")),
+        "auto",
+        "linear layers rounded: faster, less exact; int8 on a CPU also what they multiply, "
+        "int4 on a GPU alone",
+    )
+    compile: bool = option(
+        "--compile",
+        one_of({"auto": True, "off": False}),
+        True,
+        "layers that torch computes on a GPU are compiled at start: seconds there, and less "
+        "time for each image",
+    )
+    kv_memory_bytes: int | None = option(
+        "--kv-memory-bytes", at_least(1), None, exclusive="KV memory"
+    )
+    kv_memory_percent: int | None = option(
+        "--kv-memory-percent", PERCENT, None, exclusive="KV memory"
+    )
+    num_threads: int = option("--threads", at_least(0), 0, "of the CPU; 0 is all of them")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings(ProcessSettings):
     """One encoder, prefill or decode process. A port of 0 selects any free one.
 
-    If `announced_data_port` is set, consumers reach `data_port` there.
-    `kv_memory_bytes` overrides `kv_memory_percent`; with neither, the runner chooses. `runner`
-    `checksum` replaces the model by arithmetic, for fault tests. With `compile`, layers that torch
-    computes on a GPU are compiled at start. With `scaled_jpeg`, a JPEG is decoded no larger than
-    the model needs it; all workers of a service must agree. `delays` holds seconds by stage.
-    `request_memory_bytes` limits what requests hold besides weights and KV (None: the sum of the
-    parts' limits). `decode_processes` decode images; 0 derives the number from the CPUs.
-    `embedding_cache_bytes` is the hot tier on the device, `embedding_cold_cache_bytes` the cold
-    tier on the host (None: it depends on the device). `transport` moves bytes between workers that
-    both have it; `shared_memory_dir` is its directory for shared memory. Workers expose at most
-    `exposed_memory_bytes` at a time. With `strict`, an accounting mismatch ends the process instead
-    of being counted. `timers` has all waits for peers except `drain_timeout_seconds`. The process
-    ends with the process `parent`, if `serve --split` started it.
+    Attributes:
+        role, stages: the role, and what is loaded.
+        announced_data_port: if set, consumers reach `data_port` there.
+        scaled_jpeg: decode a JPEG no larger than the model needs it; all workers of a service must
+            agree.
+        kv_reserve_percent: share of the KV blocks that admission leaves free for growth.
+        request_memory_bytes: what requests hold besides weights and KV; None is the sum of the
+            parts' limits.
+        decode_processes: child processes that decode images; 0 derives the number from the CPUs.
+        runner: `checksum` replaces the model by arithmetic, for fault tests.
+        transport: moves bytes between workers that both have it.
+        exposed_memory_bytes: maximum memory that peers may read at a time.
+        strict: an accounting mismatch ends the process instead of being counted.
     """
 
     role: Role
-    stages: frozenset[Stage]
-    model: ModelSource
-    served_name: str
-    bind: str = "::"
-    grpc_port: int = 9000
-    http_port: int = 9001
-    data_port: int = 9002
-    announced_data_port: int | None = None
-    block_size: int = 64
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    device: str = "auto"
-    packed_weights: bool = True
-    weights: str = "auto"
-    compile: bool = True
-    scaled_jpeg: bool = False
-    kv_memory_bytes: int | None = None
-    kv_memory_percent: int | None = None
-    kv_reserve_percent: int = 5
-    max_model_len: int = 4096
-    max_requests: int = 256
-    max_batched_tokens: int = 2048
-    queues: QueueSettings = dataclasses.field(default_factory=QueueSettings)
-    request_memory_bytes: int | None = None
-    decode_processes: int = 0
-    embedding_cache_bytes: int = 256 << 20
-    embedding_cold_cache_bytes: int | None = None
-    embedding_ttl_seconds: float = 600.0
-    num_threads: int = 0
-    drain_timeout_seconds: float = 600.0
-    compat: str = ""
-    delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    runner: str = "model"
-    transport: str = "stream"
-    shared_memory_dir: Path = DEFAULT_SHARED_MEMORY_DIR
-    exposed_memory_bytes: int = 256 << 20
-    strict: bool = False
-    timers: Timers = PRODUCTION
-    identity: Identity = dataclasses.field(default_factory=Identity)
-    parent: int | None = None
+    grpc_port: int = option("--grpc-port", PORT, 9000)
+    data_port: int = option(
+        "--data-port", PORT, 9002, "of KV and embeddings (two above --grpc-port)"
+    )
+    announced_data_port: int | None = option("--announced-data-port", PORT, None, None)
+    http_port: int = option("--http-port", PORT, 9001)
+    compute: ComputeSettings = group(ComputeSettings)
+    scaled_jpeg: bool = option(
+        "--jpeg-scaling",
+        one_of({"exact": False, "dct": True}),
+        False,
+        "dct decodes a JPEG no larger than the model needs it: faster, less exact",
+    )
+    kv_reserve_percent: int = option("--kv-reserve-percent", PERCENT, 5)
+    max_requests: int = option("--max-requests", at_least(1), 256, "running at once")
+    max_batched_tokens: int = option("--max-batched-tokens", at_least(16), 2048, "of a step")
+    queues: QueueSettings = group(QueueSettings)
+    request_memory_bytes: int | None = option(
+        "--request-memory-bytes",
+        at_least(1),
+        None,
+        "that requests may hold beside weights and KV: files, decoded images, embeddings "
+        "(the sum of these parts' own bounds, at most half of the memory that is left)",
+    )
+    decode_processes: int = option(
+        "--decode-processes", at_least(0), 0, "that decode images; 0: half as many as CPUs, 2 to 16"
+    )
+    encoder_cache: EncoderCacheSettings = group(EncoderCacheSettings)
+    transport: str = option(
+        "--transport", one_of(("stream", "shared-memory", "nixl")), "stream", "of KV and embeddings"
+    )
+    shared_memory_dir: Path = option(
+        "--shared-memory-dir", PATH, SHARED_MEMORY_DIR, "in memory, of all workers that share it"
+    )
+    exposed_memory_bytes: int = option(
+        "--exposed-memory-bytes", at_least(1), 256 << 20, "at a time"
+    )
+    strict: bool = option("--strict", FLAG, False, None)
+    runner: str = option("--runner", one_of(("model", "checksum")), "model", None)
+    stages: frozenset[Stage] = option(
+        "--stages", STAGE_LIST, frozenset(), "what is loaded: encoder,prefill,decode (own stage)"
+    )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GatewaySettings:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatewaySettings(ProcessSettings):
     """One gateway process.
 
     It finds its workers at the static addresses `workers`. If these are empty, it watches the pods
-    of `service` in `namespace`. `config` is the mounted gateway.json. `api_keys_dir` is a mounted
-    Secret with one bearer key per file, whose name is the tenant; None disables authentication.
-    `api_server` is the cluster's API server, as https://host:port; empty outside of a cluster. If a
-    pool has lost its last pod, a request waits `patience_seconds` for a new one. At most
-    `max_waiting` requests wait for capacity. Requests hold at most `memory_bytes` together, and at
-    most `max_connections` connections are open. `images_per_request` applies if `config` sets no
-    limit. With `any_priority`, a client may raise its requests above those of others.
+    of `service` in `namespace`.
+
+    Attributes:
+        config: the mounted gateway.json.
+        api_keys_dir: a mounted Secret with one bearer key per file, whose name is the tenant; None
+            disables authentication.
+        api_server: the cluster's API server, as https://host:port; empty outside of a cluster.
+        patience_seconds: if a pool has lost its last pod, a request waits so long for a new one. If
+            the model is small, a new pod is ready after 11 to 12 s; client timeouts are usually
+            60 s or more.
+        max_waiting: maximum requests that wait for capacity.
+        memory_bytes, max_connections: limits of what requests hold, and of open connections.
+        images_per_request: applies if `config` sets no limit.
+        any_priority: a client may raise its requests above those of others.
     """
 
-    model: ModelSource
-    served_name: str
-    bind: str = "::"
-    http_port: int = 8000
-    admin_port: int = 9001
-    namespace: str = ""
-    service: str = ""
-    workers: tuple[str, ...] = ()
+    http_port: int = option("--http-port", PORT, 8000)
+    admin_port: int = option("--admin-port", PORT, 9001, "/stats and /metrics")
+    namespace: str = option("--namespace", TEXT, "", "where the service's pods are")
+    service: str = option("--service", TEXT, "", "the VLMService whose pods are watched")
+    workers: tuple[str, ...] = option("--worker", ADDRESSES, (), "HOST:PORT, repeatable")
     api_server: str = ""
-    config: Path | None = None
-    api_keys_dir: Path | None = None
-    block_size: int = 64
-    max_model_len: int = 4096
-    drain_timeout_seconds: float = 600.0
-    patience_seconds: float = DEFAULT_PATIENCE_SECONDS
-    max_waiting: int = 512
-    memory_bytes: int = 512 << 20
-    max_connections: int = 1024
-    images_per_request: int = 4
-    any_priority: bool = False
-    compat: str = ""
-    delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    timers: Timers = PRODUCTION
-    identity: Identity = dataclasses.field(default_factory=Identity)
-    parent: int | None = None
+    config: Path | None = option("--config", PATH, None, "gateway.json, re-read every second")
+    api_keys_dir: Path | None = option("--api-keys-dir", PATH, None, "one bearer key per file")
+    patience_seconds: float = option("--patience-seconds", SECONDS, 20.0, "for a pool without pods")
+    max_waiting: int = option("--max-waiting", at_least(0), 512, "for room at once")
+    memory_bytes: int = option(
+        "--gateway-memory-bytes",
+        at_least(LEAST_MEMORY_BYTES),
+        512 << 20,
+        "that requests may hold in the gateway: twice each body, then its images and texts",
+    )
+    max_connections: int = option(
+        "--max-connections", at_least(1), 1024, "of clients to the gateway"
+    )
+    images_per_request: int = option(
+        "--images-per-request",
+        IMAGES,
+        4,
+        f"0 to {MAX_IMAGES}; a gateway.json (--config) goes before it",
+    )
+    any_priority: bool = option(
+        "--client-priority",
+        one_of({"later": False, "any": True}),
+        False,
+        "whether a client may only let others go first, or go first itself",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,11 +425,17 @@ class ServeSettings:
     The parts start from `worker` and `gateway`; with `split`, each role is a child process.
     """
 
-    host: str
-    port: int
-    split: bool
     worker: WorkerSettings
     gateway: GatewaySettings
+    host: str = option("--host", TEXT, "127.0.0.1")
+    port: int = option("--port", PORT, 8000)
+    split: bool = option("--split", FLAG, False, "one process per role")
+    admin_port: int = option(
+        "--admin-port",
+        PORT,
+        0,
+        "the gateway's /stats and /metrics (any free one; it is printed at the start)",
+    )
 
 
 Settings = WorkerSettings | GatewaySettings | ServeSettings
