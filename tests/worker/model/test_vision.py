@@ -21,8 +21,14 @@ from vlm_worker.engine.runner import is_device_lost
 from vlm_worker.errors import EngineError
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.vision import Embedding, ImageEncoder, PatchProjection, use_patch_projection
-from vlm_worker.model.vision_block import VisionBlock, join_vision_blocks
+from vlm_worker.model.vision import (
+    Embedding,
+    ImageEncoder,
+    PatchProjection,
+    VisionBlock,
+    join_vision_blocks,
+    use_patch_projection,
+)
 from vlm_worker.types import PreparedImage, Stage
 
 

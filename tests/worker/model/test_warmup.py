@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_worker.model.warmup import GROWTH_SECONDS, warm_up_sizes
+from vlm_worker.model.build import GROWTH_SECONDS, warm_up_sizes
 
 
 @pytest.mark.parametrize(
