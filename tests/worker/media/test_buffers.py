@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vlm_worker.media.buffers import OWN_MAPPING_BYTES, growing_buffer, new_buffer
+from vlm_worker.wire.buffers import OWN_MAPPING_BYTES, growing_buffer, new_buffer
 
 MIB = 1 << 20
 
@@ -17,7 +17,7 @@ THREADS = """
 import sys, threading
 from pathlib import Path
 import numpy as np
-from vlm_worker.media.buffers import new_buffer
+from vlm_worker.wire.buffers import new_buffer
 from vlm_worker.serve.process import set_malloc_thresholds
 
 assert set_malloc_thresholds({})

@@ -10,8 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from vlm_worker.core.decode_columns import DecodeColumns
-from vlm_worker.core.persistent_batch import PersistentBatch
+from vlm_worker.core.persistent_batch import DecodeColumns, PersistentBatch
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.step_values import EditedRow, ImageRows, SampleParams, StepInputs, StepPlan
 

@@ -10,7 +10,7 @@ Laws (reference: vLLM's block pool; tests/worker/core/test_kv_cache.py checks ea
 
     K1  free + in use = num_blocks - 1; block 0 is null: it pads block tables and is never taken
     K2  a block is in the free list if and only if its ref count is 0
-    K3  only full blocks get a hash, and only after their KV was written (`publish`)
+    K3  only full blocks get a hash, and only after their KV was written (`scheduler`)
     K4  a hit never covers the last token of a prompt to prefill (the scheduler's part)
     K5  the blocks of a sequence never change: two equal blocks are not merged later
     K6  a block with wrong KV is never published; if it was, it is removed from the prefix cache

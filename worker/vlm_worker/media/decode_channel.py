@@ -23,8 +23,8 @@ from typing import ClassVar, Self
 
 from vlm_worker.core.image_geometry import PROCESSORS, Geometry, Processor
 from vlm_worker.errors import EngineError
-from vlm_worker.media.buffers import new_buffer
 from vlm_worker.media.image_header import FORMATS, ImageHeader
+from vlm_worker.wire.buffers import new_buffer
 
 READY = b"decode/2"
 READY_UNFILTERED = b"decode:2"

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from vlm_worker.core.image_geometry import DynamicProcessor, FixedProcessor, Geometry, Processor
-from vlm_worker.media.buffers import new_buffer
 from vlm_worker.media.resize import Resizer
+from vlm_worker.wire.buffers import new_buffer
 
 SYMBOL = "triptych_patches"
 BAND = 64

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from vlm_worker.errors import InvalidImageError, InvalidRequestError, PeerLostError
-from vlm_worker.media.buffers import growing_buffer
 from vlm_worker.media.pool import ImageSpec, KnownImage
 from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.request_memory import CallMemory
 from vlm_worker.types import PreparedImage, RequestKey
+from vlm_worker.wire.buffers import growing_buffer
 from vlm_worker.wire.messages import EncodeCall
 
 Chunk = tuple[int, bytes]

@@ -6,7 +6,7 @@
                                          └─▶ model     names of the modules of each half
 
 To add a family, add a module with its `FamilySpec` and a line in `FAMILIES`. If its geometry or
-positions differ, add a `Processor` to `image_geometry` or a function to `positions`.
+positions differ, add a `Processor` to `image_geometry` or a function beside `Family.positions`.
 """
 
 from __future__ import annotations
