@@ -56,7 +56,7 @@ async def test_a_crashing_step_fails_one_half_and_spares_the_other(start: Any, u
         assert isinstance(failed[-1].error, EngineError)
     for request, said in zip(requests[1:], told[2:], strict=True):
         assert tokens(said) == answer_alone(request)
-    assert engine.stats().step_failures == 1
+    assert engine._state.step_loop.isolation.num_failures == 1
     assert engine.healthy
     after = await events(engine.submit_prefill(text("after"), for_peer=False))
     assert tokens(after) == answer_alone(text("after"))
@@ -83,7 +83,7 @@ async def test_poisoned_kv_is_never_served_again(start: Any) -> None:
     runner.faults.poison_token = None
     again = await events(engine.submit_prefill(text("again", token=BAD, length=12), for_peer=False))
     assert tokens(again) == answer_alone(bad)
-    assert engine.stats().prefix_cache_hits == 0
+    assert engine.stats().count("prefix_cache_hits") == 0
 
 
 async def test_three_dead_steps_in_a_row_make_the_engine_unhealthy(start: Any) -> None:

@@ -65,7 +65,7 @@ async def test_a_held_image_is_answered_as_soon_as_an_encoder_is_there(
             await encoder_comes(served, encoder.address)
             answers = await asyncio.gather(*held)
             await until_held(served, 0)
-            assert encoder.components.engine.stats().images == 1  # encoded there, once
+            assert encoder.components.engine.stats().count("images") == 1  # encoded there, once
             await served.until_idle()
     assert [answer.status_code for answer in answers] == [200] * 3
     for timing in (answer.json()["timing"] for answer in answers):

@@ -20,6 +20,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from vlm_worker.metrics import GAUGE, Metric
 
 
 class MemoryPart(enum.StrEnum):
@@ -72,3 +75,23 @@ class ProcessMemory:
             f"is {limit}: raise the limit by {self.total - limit}, or lower --kv-memory-bytes, "
             "--embedding-cache-bytes, --request-memory-bytes or --decode-processes"
         )
+
+
+class HostMemory(NamedTuple):
+    """The host memory that a process may use, and the bytes that it uses now."""
+
+    declared: ProcessMemory
+    resident: int
+
+
+NO_HOST_MEMORY: Final = HostMemory(ProcessMemory(), 0)
+
+HOST_MEMORY_METRICS: tuple[Metric[HostMemory], ...] = (
+    Metric("triptych_memory_declared_bytes", GAUGE,
+           "Host memory that this process may use, by purpose.",
+           lambda memory: memory.declared.by_part(), label="part"),
+    Metric("triptych_memory_declared_total_bytes", GAUGE, "Sum of the parts.",
+           lambda memory: memory.declared.total),
+    Metric("triptych_memory_resident_bytes", GAUGE, "Resident host memory.",
+           lambda memory: memory.resident),
+)  # fmt: skip

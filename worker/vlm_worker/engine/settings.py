@@ -11,6 +11,7 @@ from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.measurements import Buckets, BusyTime, WorkKind
 from vlm_worker.core.sequence import Lane
 from vlm_worker.core.step_time import LimitReason
+from vlm_worker.metrics import Value
 from vlm_worker.settings import EncoderCacheSettings, QueueSettings
 from vlm_worker.types import Modality
 
@@ -86,7 +87,6 @@ class QueueStats:
     Attributes:
         waiting: sequences by lane.
         waiting_tokens: their tokens.
-        waiting_pixels: pixels of the images in the encoder queue.
         oldest_wait_seconds: time since the arrival of the oldest waiting sequence.
         admitted: admitted sequences, by the reason of their turn.
         refused: requests that got an OverloadedError, by the limit.
@@ -96,7 +96,6 @@ class QueueStats:
 
     waiting: Mapping[Lane, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Lane, 0))
     waiting_tokens: int = 0
-    waiting_pixels: int = 0
     oldest_wait_seconds: float = 0.0
     admitted: Mapping[AdmissionReason, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(AdmissionReason, 0)
@@ -160,15 +159,13 @@ class EncoderCacheStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot by the engine thread; the source of `/stats` and `/metrics`.
+    """A snapshot by the engine thread: what decisions read, and `counters` for all others.
 
     `inflight` counts all unfinished work: sequences in any state, reservations, images in the
-    encoder queue, pinned embeddings. An engine with 0 is empty. `prefix_cache_queries` and `_hits`
-    count prompt tokens, including visual ones, which are also counted separately;
-    `prefix_cache_evictions` counts blocks. `held_embedding_bytes` counts the embeddings that are
-    queued or held for peers; its limit is `max_held_embedding_bytes`. `busy` is the computed work
-    and its duration. `kv_request_bytes` are histograms of the KV bytes of ended answers, by
-    modality.
+    encoder queue, pinned embeddings. An engine with 0 is empty. `held_embedding_bytes` counts the
+    embeddings that are queued or held for peers; its limit is `max_held_embedding_bytes`. `busy` is
+    the computed work and its duration. `kv_request_bytes` are histograms of the KV bytes of ended
+    answers, by modality.
     """
 
     inflight: int = 0
@@ -177,7 +174,6 @@ class EngineStats:
     queue: QueueStats = QueueStats()
     num_waiting_images: int = 0
     num_held: int = 0
-    num_reserved: int = 0
     num_pinned_embeddings: int = 0
     held_embedding_bytes: int = 0
     max_held_embedding_bytes: int = 0
@@ -186,19 +182,12 @@ class EngineStats:
     kv: KVStats | None = None
     encoder_cache: EncoderCacheStats = EncoderCacheStats()
     requests: int = 0
-    images: int = 0
-    patches: int = 0
-    visual_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    out_of_memory: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    prefix_cache_visual_queries: int = 0
-    prefix_cache_visual_hits: int = 0
-    prefix_cache_evictions: int = 0
     kv_request_bytes: tuple[tuple[Modality, Buckets], ...] = ()
     busy: Mapping[WorkKind, BusyTime] = dataclasses.field(default_factory=dict)
-    steps: int = 0
-    step_failures: int = 0
     invariant_violations: int = 0
+    counters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+
+    def count(self, key: str) -> float:
+        """A counter by its key in `/stats` or its name: the sum over its label, 0 if unknown."""
+        value = self.counters.get(key) or 0
+        return sum(value.values()) if isinstance(value, Mapping) else value

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.encoder_cache import CacheTier
+from vlm_worker.core.kv_cache import PrefixCounts
 from vlm_worker.core.limits import Limits, QueueLimit
 from vlm_worker.core.sequence import Lane
-from vlm_worker.engine.attempts import AttemptTable, ResourceKind, Track
+from vlm_worker.engine.attempts import AttemptTable, Track
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, OutputEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
@@ -29,6 +31,7 @@ from vlm_worker.engine.settings import (
 )
 from vlm_worker.engine.step_loop import StepLoop
 from vlm_worker.errors import CancelledError, DrainingError, WorkerError
+from vlm_worker.metrics import COUNTER, Metric
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.messages import CancelOutcome
 
@@ -97,6 +100,12 @@ class State:
     def inflight(self) -> int:
         """See `EngineStats.inflight`."""
         return len(self.attempts)
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Calls of the runner that ran out of memory."""
+        steps, images = self.step_loop.isolation, self.encode_requests.queue
+        return steps.num_out_of_memory + images.num_out_of_memory
 
     def turn(self) -> bool:
         """Run one batch of images and one step; False if there is no work."""
@@ -182,7 +191,6 @@ class State:
             num_waiting=len(sequences.scheduler.waiting),
             num_waiting_images=len(encode_requests.queue),
             num_held=sequences.num_held,
-            num_reserved=self.attempts.totals[ResourceKind.RESERVED_BLOCKS].count,
             num_pinned_embeddings=encode_requests.num_pinned,
             held_embedding_bytes=encode_requests.held_bytes,
             max_held_embedding_bytes=self._settings.embedding_cache_bytes,
@@ -193,23 +201,10 @@ class State:
             kv=self._kv_stats(queued_tokens),
             encoder_cache=self._encoder_cache_stats(),
             requests=sequences.num_requests,
-            images=encode_requests.queue.num_images,
-            patches=encode_requests.queue.num_patches,
-            visual_tokens=encode_requests.queue.num_visual_tokens,
-            output_tokens=step_loop.num_output_tokens,
-            preemptions=sequences.scheduler.num_preemptions,
-            out_of_memory=step_loop.isolation.num_out_of_memory
-            + encode_requests.queue.num_out_of_memory,
-            prefix_cache_queries=step_loop.prefix.queries,
-            prefix_cache_hits=step_loop.prefix.hits,
-            prefix_cache_visual_queries=step_loop.prefix.visual_queries,
-            prefix_cache_visual_hits=step_loop.prefix.visual_hits,
-            prefix_cache_evictions=sequences.pool.num_evictions,
             kv_request_bytes=sequences.usage.buckets,
             busy={**encode_requests.queue.busy.sums, **step_loop.busy.sums},
-            steps=step_loop.num_steps,
-            step_failures=step_loop.isolation.num_failures,
             invariant_violations=self.num_violations,
+            counters={metric.stats or metric.name: metric.value(self) for metric in COUNTERS},
         )
 
     def _queue_stats(self) -> QueueStats:
@@ -219,7 +214,6 @@ class State:
         return QueueStats(
             waiting={lane: waiting.count(lane) for lane in Lane},
             waiting_tokens=waiting.num_tokens,
-            waiting_pixels=self.encode_requests.queue.num_pixels,
             oldest_wait_seconds=self._clock() - oldest.arrived_at if oldest else 0.0,
             admitted={reason: waiting.num_admitted[reason] for reason in AdmissionReason},
             refused={limit: self.limits.num_refused[limit] for limit in QueueLimit},
@@ -269,3 +263,32 @@ def _tier_stats(cache_tier: CacheTier) -> TierStats:
         hits=cache_tier.num_hits,
         evictions=cache_tier.num_evictions,
     )
+
+
+COUNTERS: Final[tuple[Metric[State], ...]] = (
+    Metric("triptych_images_total", COUNTER, "Images encoded.",
+           lambda state: state.encode_requests.queue.num_images, stats="images"),
+    Metric("triptych_patches_total", COUNTER, "Patches encoded.",
+           lambda state: state.encode_requests.queue.num_patches, stats="patches"),
+    Metric("triptych_visual_tokens_total", COUNTER, "Visual tokens encoded.",
+           lambda state: state.encode_requests.queue.num_visual_tokens, stats="visual_tokens"),
+    Metric("triptych_output_tokens_total", COUNTER, "Tokens sampled.",
+           lambda state: state.step_loop.num_output_tokens, stats="output_tokens"),
+    Metric("triptych_preemptions_total", COUNTER, "Sequences preempted.",
+           lambda state: state.sequences.scheduler.num_preemptions, stats="preemptions"),
+    Metric("triptych_out_of_memory_total", COUNTER, "Calls that ran out of memory.",
+           lambda state: state.num_out_of_memory, stats="out_of_memory"),
+    Metric("triptych_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up.",
+           lambda state: _by_kind(state.step_loop.prefix, "queries"),
+           label="kind", stats="prefix_cache_queries"),
+    Metric("triptych_prefix_cache_hits_total", COUNTER, "Prompt tokens found.",
+           lambda state: _by_kind(state.step_loop.prefix, "hits"),
+           label="kind", stats="prefix_cache_hits"),
+    Metric("triptych_prefix_cache_evictions_total", COUNTER, "Blocks evicted.",
+           lambda state: state.sequences.pool.num_evictions),
+)  # fmt: skip
+
+
+def _by_kind(prefix: PrefixCounts, field: str) -> dict[str, float]:
+    visual = getattr(prefix, f"visual_{field}")
+    return {"text": getattr(prefix, field) - visual, "visual": visual}

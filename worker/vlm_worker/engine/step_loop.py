@@ -54,7 +54,6 @@ class StepLoop:
         self.limit = AdaptiveLimit(
             settings.target_step_ms / 1000 or None, maximum=settings.max_num_seqs
         )
-        self.num_steps = 0
         self.num_output_tokens = 0
         self.busy = BusyTimeCounter()
         self.prefix = PrefixCounts()
@@ -95,7 +94,6 @@ class StepLoop:
         seconds = self._clock() - started
         self._measured(schedule.plan, seconds)
         self.busy.stepped(work, seconds)
-        self.num_steps += 1
         return True
 
     @property

@@ -18,14 +18,14 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vlm_worker import metrics
 from vlm_worker.core.measurements import Buckets, Rates
 from vlm_worker.core.measurements import Histogram as Seconds
-from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.core.process_memory import HOST_MEMORY_METRICS, HostMemory, ProcessMemory
 from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
 from vlm_worker.metrics import SECONDS_BUCKETS, STAGE_BUCKETS
 from vlm_worker.types import STAGES, Modality
@@ -216,20 +216,10 @@ class _Declared(Collector):
         self._resident = resident
 
     def collect(self) -> Iterable[Metric]:
-        """Return the same metric families as workers do."""
-        parts = GaugeMetricFamily(
-            metrics.MEMORY_DECLARED_BYTES,
-            "Host memory that this process may take, by what for.",
-            labels=["part"],
-        )
-        for part, num_bytes in self._memory.by_part().items():
-            parts.add_metric([part], num_bytes)
-        yield parts
-        for name, text, num_bytes in (
-            (metrics.MEMORY_DECLARED_TOTAL_BYTES, "All parts together.", self._memory.total),
-            (metrics.MEMORY_RESIDENT_BYTES, "Host memory that it has.", self._resident()),
-        ):
-            yield GaugeMetricFamily(name, text, value=num_bytes)
+        memory = HostMemory(self._memory, self._resident())
+        for metric in HOST_MEMORY_METRICS:
+            if (family := metric.family(metric.value(memory))) is not None:
+                yield family
 
 
 class _GapSeconds(Collector):

@@ -8,7 +8,7 @@ from typing import Final
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.core.limits import QueueLimit
-from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.core.process_memory import HostMemory, ProcessMemory
 from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineStats
@@ -85,7 +85,9 @@ class WorkerComponents:
             MemoryKind.EMBEDDINGS: engine.encoder_cache.bytes + copies,
             MemoryKind.EXPOSED: account.used + account.abandoned,
         }
-        return MemoryCounts(memory.budget.by_kind(), used, self.declared, self.resident())
+        return MemoryCounts(
+            memory.budget.by_kind(), used, HostMemory(self.declared, self.resident())
+        )
 
     def _with_refusals(self, engine: EngineStats) -> EngineStats:
         """Add the refusals of calls that never reached the engine to the engine's."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from vlm_worker.core.measurements import Rates
-from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.core.process_memory import NO_HOST_MEMORY, HostMemory
 from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.settings import EngineStats
 from vlm_worker.errors import (
@@ -112,8 +112,8 @@ def growth_of(engine: EngineStats) -> dict[str, float]:
     """Return the counters whose rates are in `/stats`."""
     return {
         "requests_per_second": engine.requests,
-        "output_tokens_per_second": engine.output_tokens,
-        "visual_tokens_per_second": engine.visual_tokens,
+        "output_tokens_per_second": engine.count("output_tokens"),
+        "visual_tokens_per_second": engine.count("visual_tokens"),
     }
 
 
@@ -161,13 +161,12 @@ class TransferCounts:
 class MemoryCounts:
     """Limits and use of the memory of requests in this process, in bytes by kind.
 
-    `declared` is all memory that the process may use; `resident` is what it uses now.
+    `host` has all memory of the process, that of requests included.
     """
 
     limits: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
     used: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
-    declared: ProcessMemory = dataclasses.field(default_factory=ProcessMemory)
-    resident: int = 0
+    host: HostMemory = NO_HOST_MEMORY
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
