@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput  # noqa: E402
 from vlm_worker.engine.engine import Engine  # noqa: E402
 from vlm_worker.engine.settings import EngineSettings  # noqa: E402
-from vlm_worker.testing.runner import ChecksumRunner  # noqa: E402
+from vlm_worker.testing import ChecksumRunner  # noqa: E402
 from vlm_worker.types import FailedEvent, Request, RequestKey, SamplingParams  # noqa: E402
 
 RUNNING = (16, 64, 256)

@@ -12,7 +12,7 @@ from worker.checkpoints import make_checkpoint
 from vlm_kernels import gpu
 from vlm_kernels.quantised_linear import dequantised
 from vlm_worker.core.model_files import ModelConfigError
-from vlm_worker.model.gpu.quantised import QuantisedLinear, quantise_linears
+from vlm_worker.model.gpu.layers import QuantisedLinear, quantise_linears
 from vlm_worker.model.loader import LoadedModel, load_model
 from vlm_worker.types import Stage
 

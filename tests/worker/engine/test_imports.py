@@ -9,7 +9,7 @@ WORKER = Path(__file__).parents[3] / "worker"
 PROGRAM = """
 import sys
 import vlm_worker.engine.engine
-import vlm_worker.testing.runner
+import vlm_worker.testing
 
 text = {"tokenizers", "msgspec", "jinja2", "starlette", "vlm_worker.gateway"}
 assert not text & set(sys.modules), text & set(sys.modules)

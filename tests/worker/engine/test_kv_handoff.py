@@ -19,11 +19,11 @@ from vlm_worker.errors import (
     OverloadedError,
 )
 from vlm_worker.testing import (
+    VOCABULARY,
     ChecksumRunner,
     answer_alone,
     embed,
 )
-from vlm_worker.testing.arithmetic import VOCABULARY
 from vlm_worker.types import (
     FinishedEvent,
     FinishReason,

@@ -28,8 +28,7 @@ from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
-from vlm_worker.model.gpu.layers import use_gpu_kernels
-from vlm_worker.model.gpu.quantised import quantise_linears
+from vlm_worker.model.gpu.layers import quantise_linears, use_gpu_kernels
 from vlm_worker.model.imports import skip_unused_imports
 from vlm_worker.model.layers import DecoderLayer, gated_mlp, mlp_of, norm_of
 from vlm_worker.model.linear import Packing, can_pack, pack_linears

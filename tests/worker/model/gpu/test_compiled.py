@@ -19,7 +19,7 @@ from worker.model.gpu.compiling import answer, num_graphs, rows, runner_of, trac
 
 from vlm_kernels import Activation
 from vlm_worker.model.gpu.compiled import OPTIONS, compile_layers, freeze
-from vlm_worker.model.gpu.quantised import quantise_linears
+from vlm_worker.model.gpu.layers import quantise_linears
 from vlm_worker.model.layers import Mlp
 from vlm_worker.model.linear import GatedLinear
 

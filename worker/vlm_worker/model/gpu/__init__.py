@@ -1,8 +1,6 @@
 """Replaces parts of the model path on GPUs that `vlm_kernels.gpu.serves`.
 
-layers         joined matrix products, fused additions and rotary embeddings
-quantised      linear layers with int8 or int4 weights
-walk           iterates over the modules of a model while they are replaced
+layers         joined matrix products, fused additions and rotary embeddings; int8 and int4 weights
 decode_steps   decode-only steps, and the static memory that graphs read
 graphs         CUDA graphs of these steps, captured once and replayed
 streams        image encoding overlapped with steps

@@ -6,21 +6,35 @@
 Operations that a comma or "and" joins are one kernel. The norm of the next layer adds a layer's
 output x to the residual r. So all layers are one module for transformers' loop, which has no r.
 Each operation rounds like `model.layers`, in the same order.
+
+Linear layers may have int8 or int4 weights; activations are not rounded. A decode step is bound by
+reading weights, and reads a half or a quarter of the bytes. A prompt chunk gains nothing, and its
+products may be slower. On CPUs, int8 rounds weights and activations (`docs/decisions/0016`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from vlm_kernels import Activation, add_rms_norm, paged_attention, rope_store_kv, silu_mul
+from vlm_kernels import (
+    Activation,
+    QuantisedWeights,
+    add_rms_norm,
+    paged_attention,
+    quantise_weights,
+    quantised_linear,
+    rope_store_kv,
+    silu_mul,
+)
+from vlm_kernels.quantised_linear import GROUPS
 from vlm_worker.model.attention import StepContext, planes_forward
-from vlm_worker.model.gpu.walk import modules_in
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
-from vlm_worker.model.linear import GatedLinear, JointLinear, joined
+from vlm_worker.model.linear import GatedLinear, JointLinear, Packing, joined
 
 PLANES_ATTENTION = frozenset({"CLIPAttention", "SiglipAttention"})
 """Classes of transformers that compute what `PlanesAttention` does."""
@@ -178,3 +192,73 @@ def _add_norm(
     if residual_TD is None:
         return norm(x_TD), x_TD
     return add_rms_norm(x_TD, residual_TD, norm.weight, eps=norm.eps)
+
+
+def modules_in(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield each descendant as (parent, name, module); replacements are descended into, too.
+
+    The iterator drops a replaced module before it yields the next. So a model whose weights are
+    copied layer by layer is never on a GPU twice.
+    """
+    for name in [name for name, _ in parent.named_children()]:
+        yield parent, name, getattr(parent, name)
+        yield from modules_in(getattr(parent, name))
+
+
+class QuantisedLinear(nn.Module):
+    """`nn.Linear` with rounded weights."""
+
+    def __init__(self, linear: nn.Linear, *, group: int | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self.weights = quantise_weights(linear.weight.detach(), group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., K]` to `[..., N]`."""
+        y = quantised_linear(x.reshape(-1, self.in_features), self.weights, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """The fields that `repr` prints, as for `nn.Linear`."""
+        kind = f"int4 by {self.weights.group}" if self.weights.is_int4 else "int8"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+
+
+def quantise_linears(model: nn.Module, parts: Collection[nn.Module], *, weights: str) -> Packing:
+    """Round the linear layers of some parts of a model, on their device.
+
+    Args:
+        model: as loaded. A head that shares its weights with the embedding table is not rounded.
+        parts: their linear layers are rounded.
+        weights: `int8`, with a scale per output; or `int4`, with a scale per 128 or 32 inputs. If
+            neither divides the inputs of a layer, that layer gets int8.
+    """
+    rounded = {id(module) for part in parts for module in part.modules()}
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    packing = Packing(backend="triton")
+    for parent, name, child in modules_in(model):
+        if type(child) is not nn.Linear or id(child) not in rounded:
+            continue
+        if id(child.weight) in tables:
+            continue
+        made = QuantisedLinear(child, group=_group(child) if weights == "int4" else None)
+        setattr(parent, name, made)
+        packing = _with_layer(packing, child.weight, made.weights)
+    return packing
+
+
+def _group(linear: nn.Linear) -> int | None:
+    """The largest group size that divides a layer's inputs; None means int8."""
+    return max((group for group in GROUPS if linear.in_features % group == 0), default=None)
+
+
+def _with_layer(packing: Packing, before: torch.Tensor, after: QuantisedWeights) -> Packing:
+    num_bytes = sum(x.numel() * x.element_size() for x in (after.codes, after.scales))
+    return dataclasses.replace(
+        packing,
+        num_layers=packing.num_layers + 1,
+        num_bytes=packing.num_bytes + num_bytes,
+        num_int8_layers=packing.num_int8_layers + (not after.is_int4),
+        saved_bytes=packing.saved_bytes + before.numel() * before.element_size() - num_bytes,
+    )

@@ -6,7 +6,7 @@ import weakref
 
 from torch import nn
 
-from vlm_worker.model.gpu.walk import modules_in
+from vlm_worker.model.gpu.layers import modules_in
 
 
 def test_every_module_is_met_and_what_was_replaced_is_gone() -> None:
