@@ -5,6 +5,7 @@ from __future__ import annotations
 from vlm_cli.access import find_service, open_cluster
 from vlm_cli.output import CliError, console
 from vlm_operator import names
+from vlm_operator.apply import write_finalizers
 from vlm_operator.cluster import VLM_SERVICE, Cluster, Manifest
 
 _MANAGER = "vlm"
@@ -34,21 +35,15 @@ async def release(
             what = f"VLMService {name!r} is not" if name else "no VLMService is"
             raise CliError(f"{what} being deleted with our finalizer on it", "kubectl get vlm -A")
         for service in waiting:
-            await _let_go(access.cluster, service["metadata"])
+            await _let_go(access.cluster, service)
 
 
 def _waits(meta: Manifest) -> bool:
     return "deletionTimestamp" in meta and names.FINALIZER in meta.get("finalizers", [])
 
 
-async def _let_go(cluster: Cluster, meta: Manifest) -> None:
-    kept = [item for item in meta["finalizers"] if item != names.FINALIZER]
-    # with resourceVersion, a concurrent change of the finalizers is a conflict
-    about = {key: meta[key] for key in ("name", "namespace", "resourceVersion")}
-    patch = {
-        "apiVersion": VLM_SERVICE.api_version,
-        "kind": VLM_SERVICE.kind,
-        "metadata": {**about, "finalizers": kept},
-    }
-    await cluster.merge(patch, manager=_MANAGER)
+async def _let_go(cluster: Cluster, service: Manifest) -> None:
+    kept = (item for item in service["metadata"]["finalizers"] if item != names.FINALIZER)
+    await write_finalizers(cluster, service, kept, manager=_MANAGER)
+    meta = service["metadata"]
     console().print(f"released {meta['namespace']}/{meta['name']}", markup=False)

@@ -22,24 +22,25 @@ from vlm_operator.apply import Learned
 from vlm_operator.autoscale.constants import CONSTANTS, parse_constants
 from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind, Source
 from vlm_operator.errors import OperatorError
-from vlm_operator.framework import Watching
-from vlm_operator.handlers import App
 from vlm_operator.informer import CachedClient, Informer, label_of
+from vlm_operator.kopf_events import Kopf, ServiceEvents
 from vlm_operator.leader import AT_ONCE, BackgroundLoop, Fenced, Lease, Timing
 from vlm_operator.plan.deployments import Options as PlanOptions
 from vlm_operator.plan.policies import Network
 from vlm_operator.pods.parts import Images
 from vlm_operator.reconcile import (
+    Cause,
+    Key,
     NodeClassReconciler,
     NodeClassUsage,
     Options,
     PoolLoop,
     ServiceReconciler,
+    Workers,
 )
 from vlm_operator.running import Parts, lead, stop_on_signals
 from vlm_operator.scrape import HttpScraper
 from vlm_operator.settings import Settings
-from vlm_operator.sight import Sight
 
 logger = logging.getLogger("vlm_operator")
 
@@ -80,7 +81,7 @@ async def serve(settings: Settings) -> int:
             async with admin(
                 settings.bind,
                 settings.metrics_port,
-                problem=parts.app.problem,
+                problem=parts.workers.problem,
                 leading=lambda: lease.time_left > 0,
             ):
                 return await lead(parts)
@@ -101,11 +102,11 @@ def _parts(
     scraper: HttpScraper,
 ) -> Parts:
     book, learned = NodeClassUsage(), Learned()
-    # if hundreds of loops wake at once, only a few decide at a time, so that others can progress
+    # if hundreds of services wake at once, few decide at a time, so that others can progress
     gate = asyncio.Semaphore(AT_ONCE)
 
-    def notify(service: tuple[str, str]) -> None:
-        app.wake(*service)
+    def notify(kind: Kind, service: Key) -> None:
+        workers.notify(service, Cause.POD if kind == POD else Cause.CHILD)
 
     informers = {
         (kind, namespace): _informer(settings, connection, kind, namespace, notify)
@@ -130,22 +131,22 @@ def _parts(
             gate=gate,
         )
 
-    app = App(
-        make_reconciler=make_reconciler,
-        connect=lambda: kube.connection(loaded),
-        clock=time.monotonic,
-        sight=Sight(time.monotonic),
-        check=lease.check,
-        watching=Watching(whole=settings.watch_seconds, silence=settings.silence_seconds),
-    )
+    workers = Workers(make_reconciler, clock=time.monotonic)
     return Parts(
         namespaces=settings.namespaces,
-        app=app,
+        workers=workers,
+        kopf=Kopf(
+            events=ServiceEvents(workers),
+            connect=lambda: kube.connection(loaded),
+            watch_seconds=settings.watch_seconds,
+            silence_seconds=settings.silence_seconds,
+        ),
+        resync_seconds=settings.resync_seconds,
         classes=NodeClassReconciler(
             cluster,
             book,
             clock=time.time,
-            changed=app.wake_all,
+            changed=lambda: workers.notify_all(Cause.CLASS),
             operator=f"{settings.lease_namespace}/{settings.lease_name}",
         ),
         pools=PoolLoop(cluster, namespaces=settings.namespaces, clock=time.time),
@@ -163,14 +164,14 @@ def _informer(
     source: Source,
     kind: Kind,
     namespace: str | None,
-    notify: Callable[[tuple[str, str]], None],
+    notify: Callable[[Kind, Key], None],
 ) -> Informer:
     return Informer(
         source,
         kind,
         namespace,
         labelled=label_of(kind),
-        notify=notify,
+        notify=lambda service: notify(kind, service),
         relist=settings.relist_seconds,
         silence=settings.silence_seconds,
     )

@@ -13,6 +13,11 @@ TURNS = Histogram(
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
     registry=REGISTRY,
 )
+MISSED_EVENTS = Counter(
+    "triptych_operator_missed_events",
+    "Changes of VLMServices that a list shows and that no event reported.",
+    registry=REGISTRY,
+)
 WRITES = Counter(
     "triptych_operator_writes",
     "Objects written to the API server, by kind and verb.",

@@ -1,10 +1,10 @@
 """Runs the concurrent tasks of the leading process, and stops all of them when one ends.
 
 acquire ─▶ lease renewal, on its own thread ┐
-           kopf: VLMServices                │
-           informers: their children        ├─ the first task that ends stops the process
-           node classes, VLMPools           │  (status 1 if the lease is lost or a task failed)
-           health check of kopf's watches   ┘
+           kopf: events of VLMServices      │
+           lists of VLMServices             ├─ the first task that ends stops the process
+           informers: their children        │  (status 1 if the lease is lost or a task failed)
+           turns, node classes, VLMPools    ┘
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
+import functools
 import logging
+import random
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +24,16 @@ import kopf
 from vlm_operator import metrics
 from vlm_operator.cluster import VLM_SERVICE, Cluster
 from vlm_operator.errors import ClusterError, LeaseLostError
-from vlm_operator.handlers import App, register
 from vlm_operator.informer import Informer
+from vlm_operator.kopf_events import Kopf, ServiceEvents, register
 from vlm_operator.leader import BackgroundLoop, Lease
-from vlm_operator.reconcile import NodeClassReconciler, PoolLoop
+from vlm_operator.reconcile import Cause, NodeClassReconciler, PoolLoop, Workers
 
 logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 1.5  # time for running turns to end; an interrupted turn does no harm
-LOOK_SECONDS = 30.0  # interval of the lists that are compared with kopf's events
+LEADER_SPREAD_SECONDS = 2.0  # in which all services get a turn once writes are allowed again
+LATE_SECONDS = 5.0  # an event that comes later than this after a list was missed
 LOOP_SECONDS = 10.0  # pause between turns for node classes, and for VLMPools
 LAG_SECONDS = 0.1  # interval of the measurements of event loop lag
 
@@ -42,6 +44,7 @@ class Parts:
 
     Attributes:
         namespaces: namespaces with the VLMServices of this operator; empty for all.
+        resync_seconds: interval of the lists that find changes that no event reported.
         cluster: client that is fenced by the lease.
         background: thread that renews the lease.
         stop: set by a signal that ends the process.
@@ -50,7 +53,9 @@ class Parts:
     """
 
     namespaces: tuple[str, ...]
-    app: App
+    workers: Workers
+    kopf: Kopf
+    resync_seconds: float
     classes: NodeClassReconciler
     pools: PoolLoop
     informers: Sequence[Informer]
@@ -74,30 +79,32 @@ async def lead(parts: Parts) -> int:
     kopf_stop = asyncio.Event()
     keeping = asyncio.create_task(_keep(parts))
     operating = asyncio.create_task(_operate(parts, kopf_stop))
+    working = asyncio.create_task(parts.workers.run())
     others = [
         asyncio.create_task(work)
         for work in (
-            _look(parts.app, parts.cluster, parts.namespaces),
+            _resync(parts),
             _tend(parts.classes, "node classes failed"),
             _tend(parts.pools, "VLMPools failed"),
             _measure_lag(),
             *(informer.run() for informer in parts.informers),
         )
     ]
-    tasks = [stopping, keeping, operating, *others]
+    tasks = [stopping, keeping, operating, working, *others]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     metrics.LEADER.set(0)
     kopf_stop.set()
+    working.cancel()
     lost = keeping.done()
     if lost:
         logger.error("lease lost", extra={"error": str(keeping.exception())})
-    else:
-        # watches and loops end first, so that no write follows the release of the lease
+    finished = await parts.workers.finish(0.0 if lost else EXIT_SECONDS)
+    if not lost:
         await asyncio.wait([operating], timeout=EXIT_SECONDS)
     broken = [
         error
-        for task in (operating, *others)
-        if task.done() and (error := task.exception()) is not None
+        for task in (operating, working, *others)
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None
     ]
     for error in broken:
         logger.error("ended by an error", exc_info=error)
@@ -106,7 +113,7 @@ async def lead(parts: Parts) -> int:
     await asyncio.wait(tasks, timeout=EXIT_SECONDS)
     if lost:
         return 1
-    if not parts.app.turning:  # else a write may be in flight, and the lease must expire instead
+    if finished:  # else a write may be in flight, and the lease must expire instead
         await parts.background.do(parts.lease.release())
     return 1 if broken else 0
 
@@ -118,27 +125,35 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 async def _keep(parts: Parts) -> None:
-    """Renew the lease; after an interruption, wake all loops once it is renewed."""
+    """Renew the lease; after an interruption, all services get a turn once it is renewed."""
     loop = asyncio.get_running_loop()
+
+    def restart() -> None:
+        spread = functools.partial(random.uniform, 0.0, LEADER_SPREAD_SECONDS)
+        parts.workers.notify_all(Cause.LEADER, spread=spread)
 
     def notify(held: bool) -> None:
         metrics.LEADER.set(int(held))
         if held:
-            loop.call_soon_threadsafe(parts.app.wake_all)
+            loop.call_soon_threadsafe(restart)
 
     await parts.background.do(parts.lease.renew_loop(notify))
 
 
-async def _look(app: App, cluster: Cluster, namespaces: tuple[str, ...]) -> None:
-    """Compare lists of VLMServices with the events from kopf, for the health check."""
+async def _resync(parts: Parts) -> None:
+    """Compare lists of VLMServices with the events from kopf."""
+    events: ServiceEvents = parts.kopf.events
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        # if the API server is unavailable, a restart would not help
+        await asyncio.sleep(parts.resync_seconds)
+        before = events.signatures
         with contextlib.suppress(ClusterError):
             found = [
-                await cluster.list(VLM_SERVICE, namespace) for namespace in namespaces or (None,)
+                item
+                for namespace in parts.namespaces or (None,)
+                for item in await parts.cluster.list(VLM_SERVICE, namespace)
             ]
-            app.sight.compare(itertools.chain.from_iterable(found))
+            await asyncio.sleep(LATE_SECONDS)
+            metrics.MISSED_EVENTS.inc(events.missed(before, found))
 
 
 async def _tend(loop: NodeClassReconciler | PoolLoop, failed: str) -> None:
@@ -169,7 +184,7 @@ async def _operate(parts: Parts, kopf_stop: asyncio.Event) -> None:
     registry = kopf.OperatorRegistry()
     register(registry)
     memo = kopf.Memo()
-    memo.app = parts.app
+    memo.kopf = parts.kopf
     ready = asyncio.Event()
 
     async def take_signals_back() -> None:

@@ -33,9 +33,10 @@ class Settings:
         dns_ports: ports of the DNS pods.
         monitoring_namespace: namespace whose pods NetworkPolicies let read /metrics; empty for
             none.
-        resync_seconds: maximum time between two full turns of a service.
+        resync_seconds: maximum time between two full turns of a service, and interval of the lists
+            that find changes of VLMServices that no event reported.
         relist_seconds: interval at which informers list again; in between they resume watches.
-        watch_seconds: duration of kopf's watch of VLMServices, after which kopf lists again.
+        watch_seconds: duration of one watch of VLMServices; the next one resumes where it ended.
         silence_seconds: time without event or bookmark after which a watch counts as dead.
         spare_seconds: time that a rollout's new pod waits for a node before the rollout drains
             another pod for it.
@@ -117,11 +118,11 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--monitoring-namespace", default=default.monitoring_namespace, metavar="NS",
         help="NetworkPolicies let its pods read /metrics; default: none")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
-        help="a service takes a full turn at least this often (%(default)s)")  # fmt: skip
+        help="full turn of each service, list of VLMServices: so often (%(default)s)")  # fmt: skip
     add("--relist-seconds", type=float, default=default.relist_seconds, metavar="S",
         help="list children, pods and nodes again this often (%(default)s)")  # fmt: skip
     add("--watch-seconds", type=int, default=default.watch_seconds, metavar="S",
-        help="VLMServices are watched so long, then listed again (%(default)s)")  # fmt: skip
+        help="one watch of VLMServices lasts so long (%(default)s)")  # fmt: skip
     add("--silence-seconds", type=int, default=default.silence_seconds, metavar="S",
         help="a watch that says nothing for so long is dead; above 60 (%(default)s)")  # fmt: skip
     add("--spare-seconds", type=float, default=default.spare_seconds, metavar="S",

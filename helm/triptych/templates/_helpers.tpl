@@ -70,7 +70,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- /* What the operator may do in the namespaces that it looks after. */ -}}
 {{- define "triptych.rules" -}}
-# what users write: read, kopf's finalizer, status
+# what users write: read, our finalizer, status
 - apiGroups: [triptych.dev]
   resources: [vlmservices]
   verbs: [get, list, watch, patch]

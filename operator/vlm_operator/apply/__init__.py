@@ -6,7 +6,7 @@ write_conflicts.py        finds other writers of our fields; backoff       newly
 repair.py                 repairs one object
 sync_state.py             state of one reconciler's writes                 SyncState
 objects.py                applies what differs, prunes what is not planned apply_plan, prune
-pod_and_status_writes.py  writes pods' gates, status, replicas, memory
+pod_and_status_writes.py  writes pods' gates, status, finalizers, memory
 events.py                 posts one Event per transition; counts repeats   post_events
 """
 
@@ -25,6 +25,7 @@ from vlm_operator.apply.pod_and_status_writes import (
     apply_pool_status,
     apply_status,
     save_memory,
+    write_finalizers,
 )
 from vlm_operator.apply.sync_state import SyncState
 from vlm_operator.apply.write_conflicts import newly_contested
@@ -44,4 +45,5 @@ __all__ = [
     "post_events",
     "prune",
     "save_memory",
+    "write_finalizers",
 ]

@@ -1,4 +1,4 @@
-"""Writes what the plan does not contain: pods' gates, status of services and pools, memory."""
+"""Writes what the plan does not contain: pods' gates, status, finalizers, memory."""
 
 from __future__ import annotations
 
@@ -53,6 +53,29 @@ async def apply_status(
     }
     await cluster.apply(manifest, manager=names.MANAGER_STATUS, subresource="status")
     WRITES.labels(kind=VLM_SERVICE.kind, verb="status").inc()
+
+
+async def write_finalizers(
+    cluster: Cluster, service: Manifest, finalizers: Iterable[str], *, manager: str = names.MANAGER
+) -> Manifest:
+    """Replace the finalizers of a VLMService as it was read; returns the object.
+
+    A merge patch, because an apply cannot remove an item of another field manager: in earlier
+    releases kopf added the finalizer.
+
+    Raises:
+        ConflictError: the object changed since it was read.
+    """
+    about = ("name", "namespace", "uid", "resourceVersion")
+    meta = {key: service["metadata"][key] for key in about}
+    manifest = {
+        "apiVersion": VLM_SERVICE.api_version,
+        "kind": VLM_SERVICE.kind,
+        "metadata": {**meta, "finalizers": list(finalizers)},
+    }
+    answer = await cluster.merge(manifest, manager=manager)
+    WRITES.labels(kind=VLM_SERVICE.kind, verb="merge").inc()
+    return answer
 
 
 async def apply_pool_status(cluster: Cluster, pool: Manifest, *, status: Manifest) -> None:

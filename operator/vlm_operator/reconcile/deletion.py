@@ -63,8 +63,12 @@ class Deletion:
     @property
     def foreign(self) -> tuple[str, ...]:
         """Finalizers of other controllers, which keep the object after ours is removed."""
-        own = (names.FINALIZER, *_COLLECTORS)
-        return tuple(item for item in self._meta.get("finalizers", []) if item not in own)
+        return tuple(item for item in self.others if item not in _COLLECTORS)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """All finalizers except ours."""
+        return tuple(item for item in self._meta["finalizers"] if item != names.FINALIZER)
 
     async def stop_gateway(self, cluster: Cluster, *, namespace: str) -> None:
         """Delete the gateway's Deployments; `status` reports a refusal by the API server."""

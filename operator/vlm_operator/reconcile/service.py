@@ -1,7 +1,7 @@
-"""Runs the control loop of one service.
+"""Runs the turns of one service.
 
-turn() ─▶ observe, scrape ─▶ plan_turn ─▶ execute ─▶ status, events, memory
-       ◀─ seconds until the next one
+turn() ─▶ observe, scrape ─▶ plan_turn ─▶ execute ─▶ status, events, memory ─▶ Outcome
+                  └─ is being deleted ─▶ drain its gateways, remove our finalizer
 
 A turn may be interrupted between any two writes. The next turn, in this process or another,
 observes the objects and continues. The loop's state only saves work; if lost, all is read again.
@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
-from vlm_operator.apply import Learned, SyncState, apply_pod_patches
+from vlm_operator.apply import Learned, SyncState, apply_pod_patches, write_finalizers
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.cluster import Cluster, Manifest
@@ -27,6 +27,7 @@ from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.decisions import Options, TurnPlan, hold_drains, plan_turn
 from vlm_operator.reconcile.deletion import Deletion, gateway_nodes
 from vlm_operator.reconcile.node_classes import NodeClassUsage
+from vlm_operator.reconcile.queue import Cause, Outcome
 from vlm_operator.reconcile.report import Reporter, stored_memory
 from vlm_operator.reconcile.retries import Retries
 from vlm_operator.reconcile.tracking import Tracker
@@ -95,6 +96,7 @@ class ServiceReconciler:
         self._epoch = epoch
         self._book = book or NodeClassUsage()
         self._gate = gate or asyncio.Semaphore(1)
+        self._uid: str | None = None
         self._seen: Observed | None = None
         self._memory: Memory | None = None
         self._slo: tuple[Attribution, ...] = ()
@@ -103,24 +105,39 @@ class ServiceReconciler:
         self._tracker = Tracker()
         self._report = Reporter(cluster, namespace=namespace, name=name)
 
-    async def turn(self, *, woken: bool = True) -> float:
-        """Take one turn; returns the seconds until the next one.
+    async def turn(self, *, woken: bool = True) -> Outcome:
+        """Take one turn.
 
         If `woken` is False, nothing is known to have changed: the turn reuses a recent view with
-        fresh samples.
+        fresh samples. If the service is deleted, or another one has its name, nothing is written.
 
         Raises:
             ClusterError: the API server is unreachable, or another writer changed an object.
             LeaseLostError: this process no longer leads.
         """
         observed = await self._observe(woken)
+        if observed.service is None:
+            return self._gone()
+        meta = observed.service["metadata"]
+        if self._uid not in (None, meta["uid"]):
+            return self._gone(again={Cause.SPEC: 0.0})
+        self._uid = meta["uid"]
         async with self._gate:
-            return await self._act(observed)
+            if "deletionTimestamp" in meta:
+                return await self._drain(observed.service, observed)
+            if names.FINALIZER not in meta.get("finalizers", []):
+                observed = await self._add_finalizer(observed.service, observed)
+            assert observed.service is not None
+            return Outcome(again=await self._act(observed.service, observed))
 
-    async def _act(self, observed: Observed) -> float:
-        body = observed.service
-        if body is None or "deletionTimestamp" in body["metadata"]:
-            return self._resync
+    async def _add_finalizer(self, body: Manifest, observed: Observed) -> Observed:
+        """Add our finalizer, before the first child exists that it drains."""
+        finalizers = (*body["metadata"].get("finalizers", []), names.FINALIZER)
+        service = await write_finalizers(self._cluster, body, finalizers)
+        self._seen = dataclasses.replace(observed, service=service)
+        return self._seen
+
+    async def _act(self, body: Manifest, observed: Observed) -> dict[Cause, float]:
         self._retries.begin(int(body["metadata"]["generation"]))
         try:
             turn = self._intend(body, observed)
@@ -178,7 +195,9 @@ class ServiceReconciler:
             retries=self._retries,
         )
 
-    async def _finish(self, body: Manifest, turn: _Turn, done: ExecutionResult) -> float:
+    async def _finish(
+        self, body: Manifest, turn: _Turn, done: ExecutionResult
+    ) -> dict[Cause, float]:
         """Report a turn; returns the seconds until the next one."""
         observed, written, turn_plan = turn.observed, turn.written, turn.turn_plan
         previous: Manifest = body.get("status", {})
@@ -201,18 +220,10 @@ class ServiceReconciler:
         self._memory = turn_plan.sizing.outcome.memory
         return self._next(turn_plan)
 
-    async def drain(self) -> float | None:
-        """Drain a deleted service; returns seconds until the next call, None if it is finished.
-
-        Raises:
-            ClusterError, LeaseLostError: as in `turn`.
-        """
-        observed = await self._observe(True)
-        body = observed.service
-        if body is None or "deletionTimestamp" not in body["metadata"]:
-            # deleted; another service with its own loop may already have the name
-            self._forget()
-            return None
+    async def _drain(self, body: Manifest, observed: Observed) -> Outcome:
+        """Take a turn of a service that is being deleted; its last turn removes our finalizer."""
+        if names.FINALIZER not in body["metadata"].get("finalizers", []):
+            return self._gone()
         deletion = Deletion(observed, await gateway_nodes(self._cluster, observed))
         await deletion.stop_gateway(self._cluster, namespace=self._namespace)
         previous: Manifest = body.get("status", {})
@@ -220,18 +231,22 @@ class ServiceReconciler:
         news = events(previous, status)
         if not deletion.finished:
             await self._tell(body, status, news)
-            return DRAIN_TICK_SECONDS
+            return Outcome(again={Cause.DELETION: DRAIN_TICK_SECONDS})
+        # first, because a failed status write must not keep our finalizer
+        await write_finalizers(self._cluster, body, deletion.others)
         if deletion.overdue and deletion.foreign:  # other finalizers keep the object
             with contextlib.suppress(ClusterError):
                 await self._tell(body, status, news)
-        self._forget()  # a failed status write must not keep our finalizer
-        return None
+        return self._gone()
 
-    def _forget(self) -> None:
+    def _gone(self, *, again: Mapping[Cause, float] | None = None) -> Outcome:
         forget(self._namespace, self._name)
         self._book.forget((self._namespace, self._name))
+        return Outcome(again=again or {}, gone=True)
 
-    async def _refuse(self, observed: Observed, body: Manifest, failure: Failure) -> float:
+    async def _refuse(
+        self, observed: Observed, body: Manifest, failure: Failure
+    ) -> dict[Cause, float]:
         """Report the refusal and change no child: there is no accepted manifest."""
         pod_patches = hold_drains(observed)
         if await apply_pod_patches(
@@ -242,7 +257,7 @@ class ServiceReconciler:
         generation = int(body["metadata"]["generation"])
         status = refused_status(failure, previous, observed, generation=generation)
         await self._tell(body, status, events(previous, status))
-        return self._resync
+        return {Cause.TICK: self._resync}
 
     async def _observe(self, woken: bool) -> Observed:
         now = self._clock()
@@ -288,8 +303,10 @@ class ServiceReconciler:
             failure=failure,
         )
 
-    def _next(self, turn_plan: TurnPlan) -> float:
+    def _next(self, turn_plan: TurnPlan) -> dict[Cause, float]:
         if turn_plan.draining:
-            return DRAIN_TICK_SECONDS
+            return {Cause.DRAIN: DRAIN_TICK_SECONDS}
         tick = float(turn_plan.service.spec.autoscaling.interval_seconds)
-        return min(tick, WAKE_TICK_SECONDS) if turn_plan.asleep else tick
+        if turn_plan.asleep and tick > WAKE_TICK_SECONDS:
+            return {Cause.WAKE: WAKE_TICK_SECONDS}
+        return {Cause.TICK: tick}

@@ -22,7 +22,7 @@ from support.live import plain_children
 from support.operations import OPERATIONS, Operation
 from vlm_local.controlplane import ControlPlane
 from vlm_local.waiting import until
-from vlm_operator import kube, names
+from vlm_operator import kube
 from vlm_operator.cluster import (
     VLM_NODE_CLASS,
     VLM_POOL,
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.cluster
 LATE_SECONDS = 3600.0  # past every deadline of a rollout
 BOTH = (False, True)  # before the write, and after it
 NOTHING = ""
-FREE = '{"metadata": {"finalizers": null}}'
 
 
 @pytest.fixture
@@ -102,7 +101,6 @@ class Story:
         """Be the process after it, until nothing is left to do; returns the children."""
         await self._work(self.cluster)
         if self.operation.after is None:
-            self._kubectl("patch", "vlm", self.name, "--type=merge", "-p", FREE)
 
             async def gone() -> bool:
                 left = await self.cluster.get(VLM_SERVICE, self.namespace, self.name)
@@ -122,7 +120,7 @@ class Story:
         loop = self._loop(cluster)
 
         async def drained() -> bool:
-            return await loop.drain() is None
+            return (await loop.turn()).gone
 
         await until(drained, seconds=20, awaited=f"{self.name} to drain")
 
@@ -150,8 +148,7 @@ class Story:
     def _manifest(self, manifest: Manifest | None) -> Manifest:
         found = copy.deepcopy(manifest)
         assert found is not None
-        meta = {"name": self.name, "namespace": self.namespace, "finalizers": [names.FINALIZER]}
-        return {**found, "metadata": meta}
+        return {**found, "metadata": {"name": self.name, "namespace": self.namespace}}
 
     def _kubectl(self, *arguments: str, stdin: str | None = None) -> None:
         self.plane.kubectl("-n", self.namespace, *arguments, stdin=stdin)

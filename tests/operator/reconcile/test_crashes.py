@@ -36,14 +36,14 @@ def test_a_deleted_service_waits_for_its_gateways_and_not_for_ever():
     world.scraper.busy[gateway] = 3
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
     loop = world.new_loop()
-    assert asyncio.run(loop.drain()) == 1.0
+    assert asyncio.run(loop.turn()).pause == 1.0
     assert world.condition("Ready")["message"] == (
         "1 gateway pods finish the requests that they have"
     )
     assert "demo-gateway" not in [i["metadata"]["name"] for i in world.cluster.all(DEPLOYMENT)]
     assert len(world.cluster.all(DEPLOYMENT)) == 2  # workers serve until then
     world.cluster.clock.now += 600 + 40
-    assert asyncio.run(loop.drain()) is None
+    assert asyncio.run(loop.turn()).gone
 
 
 def gateway_pod(world: World) -> str:
@@ -70,7 +70,7 @@ def test_a_deleted_service_waits_for_no_gateway_on_a_node_that_lost_power(ready:
         POD, "ns", gateway_pod(world), lambda item: item["metadata"].update(finalizers=["x/y"])
     )
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
-    assert asyncio.run(world.new_loop().drain()) == (1.0 if waits else None)
+    assert asyncio.run(world.new_loop().turn()).gone == (not waits)
 
 
 def deleted(world: World, *finalizers: str) -> None:
@@ -87,14 +87,14 @@ def test_a_deletion_that_others_hold_up_names_their_finalizers_and_is_stalled_at
     world = reference()
     deleted(world, "backup/wait", "orphan")
     loop = world.new_loop()
-    assert asyncio.run(loop.drain()) == 1.0
+    assert asyncio.run(loop.turn()).pause == 1.0
     said = "finalizers of others keep the object: backup/wait; make their owners take them off"
     assert said in world.condition("Ready")["message"]
     assert world.condition("Stalled")["status"] == "False"
     world.cluster.clock.now += 600 + 59
-    assert asyncio.run(loop.drain()) == 1.0
+    assert asyncio.run(loop.turn()).pause == 1.0
     world.cluster.clock.now += 1
-    assert asyncio.run(loop.drain()) is None, "they may wait for ours"
+    assert asyncio.run(loop.turn()).gone, "they may wait for ours"
     stalled = world.condition("Stalled")
     assert (stalled["status"], stalled["reason"]) == ("True", "DrainTimeout")
     assert rps(world) == "F/F/T"
@@ -105,12 +105,12 @@ def test_a_deletion_ends_at_once_when_the_last_finalizer_of_others_falls():
     world = reference()
     deleted(world, "backup/wait")
     loop = world.new_loop()
-    assert asyncio.run(loop.drain()) == 1.0
+    assert asyncio.run(loop.turn()).pause == 1.0
     world.cluster.edit(
         VLM_SERVICE, "ns", "demo",
         lambda item: item["metadata"].update(finalizers=[names.FINALIZER]),
     )  # fmt: skip
-    assert asyncio.run(loop.drain()) is None
+    assert asyncio.run(loop.turn()).gone
 
 
 @pytest.mark.parametrize("error", [ClusterError, UnavailableError])
@@ -123,11 +123,11 @@ def test_a_gateway_that_may_not_be_deleted_is_named_and_holds_the_service_up_for
 
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
     loop = world.new_loop(Refusing(world.cluster, at=None))
-    assert asyncio.run(loop.drain()) == 1.0
+    assert asyncio.run(loop.turn()).pause == 1.0
     said = world.condition("Ready")["message"]
     assert said.startswith("Deployment demo-gateway cannot be deleted: a webhook denied")
     world.cluster.clock.now += 600 + 40
-    assert asyncio.run(loop.drain()) is None
+    assert asyncio.run(loop.turn()).gone
 
 
 def test_a_status_that_cannot_be_written_does_not_keep_a_deleted_service():
@@ -146,22 +146,103 @@ def test_a_status_that_cannot_be_written_does_not_keep_a_deleted_service():
             world.cluster.remove(POD, "ns", pod["metadata"]["name"])
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
     loop = world.new_loop(Refusing(world.cluster, at=None))
-    assert asyncio.run(loop.drain()) is None
+    assert asyncio.run(loop.turn()).gone
 
 
-def test_a_drain_never_touches_another_service_that_took_the_name():
+def test_a_loop_writes_nothing_if_another_service_took_the_name():
     world = reference()
-    before = world.written()
-    assert asyncio.run(world.new_loop().drain()) is None
-    assert world.written() == before
-
-
-def test_a_turn_of_a_deleted_service_writes_nothing():
-    world = reference()
+    release(world)
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
+    world.apply(spec())
     before = world.written()
-    world.turn()
+    outcome = asyncio.run(world.loop.turn())
+    assert outcome.gone
+    assert outcome.pause == 0.0, "another loop begins with the new one at once"
     assert world.written() == before
+
+
+def test_a_turn_of_a_deleted_service_creates_nothing():
+    world = reference()
+    world.cluster.remove(DEPLOYMENT, "ns", "demo-gateway")
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+    world.turn()
+    assert {verb for verb, kind, *_ in world.cluster.writes if kind == "Deployment"} == {"apply"}
+    assert "demo-gateway" not in [i["metadata"]["name"] for i in world.cluster.all(DEPLOYMENT)]
+
+
+def test_our_finalizer_is_there_before_the_first_child_and_those_of_others_stay():
+    world = World(spec())
+    world.cluster.edit(
+        VLM_SERVICE, "ns", "demo", lambda item: item["metadata"].update(finalizers=["a/b"])
+    )
+    world.turn()
+    assert world.cluster.writes[0] == ("merge", "VLMService", "demo", names.MANAGER)
+    assert meta(world)["finalizers"] == ["a/b", names.FINALIZER]
+    release(world)
+    world.turn()
+    assert meta(world)["finalizers"] == [names.FINALIZER], "it is put back"
+
+
+def test_a_refused_manifest_has_our_finalizer_too():
+    world = World(body(decode={"scaling": {"mode": "Manual"}}))
+    world.turn()
+    assert meta(world)["finalizers"] == [names.FINALIZER]
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before its drain", "in the middle"])
+def test_a_service_with_the_finalizer_of_kopf_ends_after_an_upgrade(begun: bool):
+    """Earlier releases let kopf add our finalizer: another field manager owns it."""
+    world = World(spec())
+    world.cluster.edit(
+        VLM_SERVICE, "ns", "demo",
+        lambda item: item["metadata"].update(finalizers=[names.FINALIZER]), manager="kopf",
+    )  # fmt: skip
+    world.converge()
+    assert ("merge", "VLMService") not in [write[:2] for write in world.cluster.writes]
+    world.cluster.edit(
+        POD, "ns", gateway_pod(world), lambda item: item["metadata"].update(finalizers=["x/y"])
+    )
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+    if begun:  # by the earlier release
+        world.cluster.remove(DEPLOYMENT, "ns", "demo-gateway")
+    loop = world.new_loop()
+    assert asyncio.run(loop.turn()).pause == 1.0
+    world.cluster.edit(
+        POD, "ns", gateway_pod(world), lambda item: item["metadata"].update(finalizers=[])
+    )
+    assert asyncio.run(loop.turn()).gone
+    assert world.cluster.all(VLM_SERVICE) == []
+
+
+def test_a_service_that_changed_since_it_was_read_keeps_its_finalizers():
+    world = reference()
+    world.cluster.remove(POD, "ns", gateway_pod(world))
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+
+    class Late(DyingCluster):
+        async def get(self, kind, namespace, name):
+            found = await super().get(kind, namespace, name)
+            world.cluster.edit(
+                VLM_SERVICE, "ns", "demo",
+                lambda item: item["metadata"].update(finalizers=[names.FINALIZER, "a/b"]),
+            )  # fmt: skip
+            return found
+
+    with pytest.raises(ConflictError):
+        asyncio.run(world.new_loop(Late(world.cluster, at=None)).turn())
+    assert meta(world)["finalizers"] == [names.FINALIZER, "a/b"]
+
+
+def meta(world: World) -> dict:
+    found: dict = world.cluster.all(VLM_SERVICE)[0]["metadata"]
+    return found
+
+
+def release(world: World) -> None:
+    """Do what `kubectl vlm release-finalizers` does."""
+    world.cluster.edit(
+        VLM_SERVICE, "ns", "demo", lambda item: item["metadata"].update(finalizers=[])
+    )
 
 
 @pytest.mark.parametrize("status", [403, 409, 503])

@@ -49,7 +49,7 @@ class Story(World):
     def run(self, cluster: Cluster | None = None) -> Story:
         """Be a new process until nothing is left to do."""
         if self.operation.after is None:
-            self._let_go(cluster)
+            self._delete(cluster)
             return self
         self.loop = self.new_loop(cluster)
         quiet = 0
@@ -81,18 +81,16 @@ class Story(World):
             if owner["uid"] not in uids
         ]
 
-    def _let_go(self, cluster: Cluster | None) -> None:
-        """What the daemon does with a deleted service, and kopf after it."""
+    def _delete(self, cluster: Cluster | None) -> None:
+        """Turn until the service is gone."""
         loop = self.new_loop(cluster)
         for _ in range(60):
             self.cluster.clock.now += 1
-            pause = asyncio.run(loop.drain())
+            outcome = asyncio.run(loop.turn())
             settle(self.cluster)
-            if pause is None:
-                if self.cluster.all(VLM_SERVICE):
-                    self.cluster.edit(VLM_SERVICE, "ns", self.name, _free)
+            if outcome.gone:
                 return
-        raise AssertionError("the service never let go")
+        raise AssertionError("the service never went")
 
     def _ended(self) -> bool:
         if self.operation.ended is None:
@@ -105,10 +103,6 @@ class Story(World):
 
 def _revision(pod: Manifest) -> str:
     return str(pod["metadata"]["labels"][names.LABEL_REVISION])
-
-
-def _free(item: Manifest) -> None:
-    item["metadata"]["finalizers"] = []
 
 
 def _same(found: Story, reference: Story, told: str) -> None:

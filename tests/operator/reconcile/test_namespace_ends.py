@@ -2,6 +2,7 @@
 
 import pytest
 
+from support.fakes import settle
 from support.world import World, kstatus, rps
 from vlm_operator.cluster import CHILD_KINDS, VLM_SERVICE
 from vlm_operator.errors import NamespaceEndsError
@@ -40,7 +41,10 @@ def test_a_deleted_service_still_ends_there():
     world.cluster.ending.add("ns")
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
     world.turn()
-    assert world.cluster.refused == []
+    settle(world.cluster)
+    world.turn()
+    assert world.cluster.all(VLM_SERVICE) == []
+    assert {kind for kind, _ in world.cluster.refused} <= {"Event"}
 
 
 def test_the_api_servers_own_words_are_understood():

@@ -112,7 +112,8 @@ def behind(plane: ControlPlane, proxy: ProxyThread, folder: pathlib.Path, name: 
         f"--lease-seconds={LEASE_SECONDS}",
         f"--silence-seconds={SILENCE_SECONDS}",
         "--watch-seconds=20",
-        "--relist-seconds=40",  # lost events are part of these tests
+        "--resync-seconds=10",  # lost events are part of these tests
+        "--relist-seconds=40",
     )
 
 

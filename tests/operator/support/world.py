@@ -94,17 +94,16 @@ class World:
         """Do what `kubectl apply` does."""
         live = self.cluster.all(VLM_SERVICE)
         if not live:
-            meta = {**manifest["metadata"], "finalizers": [names.FINALIZER]}
-            self.cluster.hardware({**manifest, "metadata": meta})
+            self.cluster.hardware(manifest)
             return
         self.cluster.edit(
             VLM_SERVICE, "ns", self.name, lambda item: item.update(spec=manifest["spec"])
         )
 
     def turn(self, *, seconds: float = 1.0) -> float:
-        """Let time pass, then take one turn."""
+        """Let time pass, then take one turn; returns the seconds until the next one is due."""
         self.cluster.clock.now += seconds
-        return asyncio.run(self.loop.turn())
+        return asyncio.run(self.loop.turn()).pause
 
     def converge(self, *, turns: int = 12, start: bool = True) -> None:
         """Turn until nothing is written any more, with controllers at work in between."""

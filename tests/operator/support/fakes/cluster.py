@@ -117,6 +117,11 @@ class FakeCluster:
             raise ClusterError(404, "NotFound", f"{kind.plural} {meta['name']} not found")
         if meta.get("uid", found.meta["uid"]) != found.meta["uid"]:
             raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
+        if (
+            meta.get("resourceVersion", found.meta["resourceVersion"])
+            != found.meta["resourceVersion"]
+        ):
+            raise ConflictError(409, "Conflict", "the object has been modified")
 
         def change(live: Manifest) -> None:
             merged = _merged(live, manifest)
@@ -204,9 +209,10 @@ class FakeCluster:
         if "status" in manifest:
             body["status"] = manifest["status"]
         finalizers = manifest["metadata"].get("finalizers", [])
+        released = finalizers != found.meta["finalizers"]
         found.meta["finalizers"] = finalizers
         found.written = ""
-        if found.fields.update(body, manager=manager):
+        if found.fields.update(body, manager=manager) or released:
             self._admit(kind, found, new=False)
             self._store(key, found, before)
         if not finalizers and "deletionTimestamp" in found.meta:
