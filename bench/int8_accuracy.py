@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     from worker.identity.questions import questions
 
-    asked = [question for question in questions() if question.pictures][: args.questions]
+    asked = [question for question in questions() if question.prepared_images][: args.questions]
     exact: list[list[int]] = []
     for name, options in KINDS.items():
         tokens = answers_of(runner_of(options), asked)

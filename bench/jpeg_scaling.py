@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     from worker.identity.questions import questions
 
-    asked = [question for question in questions() if question.pictures][: args.questions]
+    asked = [question for question in questions() if question.prepared_images][: args.questions]
     runner = int8_accuracy.runner_of({"dtype": "float32"})
     processor = runner.family.processor
     assert isinstance(processor, DynamicProcessor)
@@ -47,14 +47,14 @@ def main() -> None:
         exact, scaled = [], []
         for question in asked:
             files = [enlarged(image, factor) for image in question.images]
-            grids = [image.grid_thw for image in question.pictures]
+            grids = [image.grid_thw for image in question.prepared_images]
             pairs = [both(*one, processor) for one in zip(files, grids, strict=True)]
-            exact.append(dataclasses.replace(question, pictures=tuple(a for a, _ in pairs)))
-            scaled.append(dataclasses.replace(question, pictures=tuple(b for _, b in pairs)))
+            exact.append(dataclasses.replace(question, prepared_images=tuple(a for a, _ in pairs)))
+            scaled.append(dataclasses.replace(question, prepared_images=tuple(b for _, b in pairs)))
         figures = {
             "bench": "jpeg_scaling",
             "divisor": divisor,
-            "pictures": sum(len(question.pictures) for question in asked),
+            "pictures": sum(len(question.prepared_images) for question in asked),
             **differences(exact, scaled, processor, runner),
             **answers(exact, scaled, runner),
         }
@@ -95,10 +95,10 @@ def differences(
     level = processor.rescale_factor / np.array(processor.image_std).mean()
     pixels, rows = [], []
     for question, other in zip(exact, scaled, strict=True):
-        for a, b in zip(question.pictures, other.pictures, strict=True):
+        for a, b in zip(question.prepared_images, other.prepared_images, strict=True):
             patches = [np.frombuffer(one.patches, np.float32) for one in (a, b)]
             pixels.append(np.abs(patches[0] - patches[1]) / level)
-        encoded = (runner.encode(one.pictures) for one in (question, other))
+        encoded = (runner.encode(one.prepared_images) for one in (question, other))
         for a, b in zip(*encoded, strict=True):
             rows.append(float((a.rows - b.rows).norm() / a.rows.norm()))
     return {

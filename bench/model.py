@@ -94,7 +94,9 @@ class Bench:
         self._runner, self._rounds, self._stepper = build_runner(settings), rounds, Stepper
         self._torch, self._dtype = torch, dtype
         self._reference = load_reference(SHAPES).to(getattr(torch, dtype))
-        self._questions = [question for question in questions() if len(question.pictures) == 1]
+        self._questions = [
+            question for question in questions() if len(question.prepared_images) == 1
+        ]
 
     def decode(self, batch: int) -> dict[str, Any]:
         """Tokens per second of `batch` equal questions that decode together."""
@@ -125,7 +127,7 @@ class Bench:
     def prefill(self, batch: int) -> dict[str, Any]:
         """Prompt tokens per second, pictures encoded before."""
         question = self._questions[0]
-        embeddings = self._runner.encode(question.pictures)
+        embeddings = self._runner.encode(question.prepared_images)
 
         def run_ours() -> None:
             fresh = self._stepper(self._runner)
@@ -149,7 +151,7 @@ class Bench:
     def encode(self, count: int) -> dict[str, Any]:
         """Pictures per second, `count` of different sizes in one call."""
         torch = self._torch
-        pictures = [question.pictures[0] for question in self._questions[:count]]
+        pictures = [question.prepared_images[0] for question in self._questions[:count]]
         patches = [
             torch.frombuffer(bytearray(p.patches), dtype=torch.float32).view(p.num_tokens * 4, -1)
             for p in pictures
@@ -173,7 +175,7 @@ class Bench:
         positions, delta = self._runner.family.positions(question.token_ids, question.items)
         rows = state.get("rows")
         if rows is None:
-            rows = state["rows"] = self._runner.encode(question.pictures)[0].rows
+            rows = state["rows"] = self._runner.encode(question.prepared_images)[0].rows
         with torch.inference_mode():
             embeds = model.get_input_embeddings()(ids)
             item = question.items[0]

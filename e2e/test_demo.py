@@ -1,4 +1,4 @@
-"""What `make demo` shows: a true answer about a picture, where its time went, and a clean end."""
+"""What `make demo` shows: a true answer about an image, where its time went, and a clean end."""
 
 import asyncio
 import base64
@@ -95,18 +95,18 @@ def _stages_add_up(said: str) -> bool:
 
 def _star(color: str) -> Image.Image:
     """A five-pointed star as a person would draw it."""
-    picture = Image.new("RGB", (168, 168), "white")
+    image = Image.new("RGB", (168, 168), "white")
     points = "84,14 101,62 152,62 111,93 126,142 84,112 42,142 57,93 16,62 67,62"
-    ImageDraw.Draw(picture).polygon(
+    ImageDraw.Draw(image).polygon(
         [tuple(map(float, point.split(","))) for point in points.split()],
         fill={"purple": (140, 60, 180)}[color],
     )
-    return picture
+    return image
 
 
-async def _ask(base_url: str, question: str, picture: Image.Image) -> str:
+async def _ask(base_url: str, question: str, image: Image.Image) -> str:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    image.save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
         answer = await client.chat.completions.create(

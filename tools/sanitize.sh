@@ -22,4 +22,4 @@ exec .venv/bin/python -m pytest -q --no-header -m "not full" tests/kernels tests
   --ignore=tests/kernels/test_native.py --ignore=tests/kernels/gpu --ignore=tests/kernels/test_no_memory.py \
   --deselect=tests/worker/media/test_resize.py::test_a_child_that_is_told_of_the_library_makes_the_patches_of_one_that_is_not \
   --deselect=tests/worker/media/test_resize.py::test_the_library_changes_no_patches_wherever_they_are_cut \
-  --deselect=tests/worker/media/test_resize.py::test_a_picture_that_memory_is_bounded_for_is_an_error_and_ends_no_process "$@"
+  --deselect=tests/worker/media/test_resize.py::test_an_image_that_memory_is_bounded_for_is_an_error_and_ends_no_process "$@"

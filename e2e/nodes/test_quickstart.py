@@ -57,7 +57,7 @@ async def test_it_installs_answers_truly_and_leaves_nothing(
     typed.kubectl(cluster, "wait", "--for=condition=Ready", "vlm/shapes", "--timeout=5m")
     print(f"the service is Ready {elapsed(began)} after the quickstart")
     for question, answer in typed.QUESTIONS.items():
-        said = typed.vlm(cluster, "chat", "shapes", "--image", typed.PICTURE, question)
+        said = typed.vlm(cluster, "chat", "shapes", "--image", typed.IMAGE, question)
         assert re.search(rf"^\s*{answer}\s*$", said, re.MULTILINE), said
     async with cluster.client() as api:
         await _is_healthy(Served(cluster, api, "default", "shapes"))

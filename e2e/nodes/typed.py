@@ -11,7 +11,7 @@ from vlm_local.settings import LocalSettings
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "install.yaml"
 QUICKSTART = ROOT / "examples/quickstart"
-PICTURE = QUICKSTART / "picture.png"
+IMAGE = QUICKSTART / "image.png"
 CHART = ROOT / "helm/triptych"
 SYSTEM = "triptych-system"
 QUESTIONS = {

@@ -30,7 +30,7 @@ def test_the_model_answers_as_the_table_says(num_questions: int) -> None:
     """Kinds differ in an answer of 50: as many more may differ here as on another CPU."""
     from worker.identity.questions import questions
 
-    asked = [question for question in questions() if question.pictures][:num_questions]
+    asked = [question for question in questions() if question.prepared_images][:num_questions]
     tokens = {
         name: int8_accuracy.answers_of(int8_accuracy.runner_of(options), asked)
         for name, options in int8_accuracy.KINDS.items()

@@ -81,8 +81,8 @@ def test_the_training_forward_equals_the_modules_forward(untrained, width, heigh
 
 
 def _conversation(pixels):
-    pictures = [{"type": "image", "image": Image.fromarray(p)} for p in pixels]
-    question = [*pictures, {"type": "text", "text": "What is it?"}]
+    images = [{"type": "image", "image": Image.fromarray(p)} for p in pixels]
+    question = [*images, {"type": "text", "text": "What is it?"}]
     return [
         {"role": "user", "content": question},
         {"role": "assistant", "content": "a red ring"},

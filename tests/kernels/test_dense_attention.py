@@ -44,7 +44,7 @@ def check(shape: tuple[int, int, int, int], head_dim: int, dtype: torch.dtype, k
         pytest.param((2, 4, 1, 70), "none", id="decode"),
         pytest.param((2, 3, 300, 300), "causal", id="a prompt in two pieces"),
         pytest.param((2, 3, 40, 90), "mask", id="a chunk"),
-        pytest.param((12, 1, 64, 64), "none", id="windows of a picture"),
+        pytest.param((12, 1, 64, 64), "none", id="windows of an image"),
     ],
 )
 def test_keys_are_weighed_as_the_definition_says(

@@ -41,7 +41,7 @@ def check(
     "lengths",
     [
         pytest.param([64] * 9, id="equal windows"),
-        pytest.param([64, 64, 32, 64, 64, 32, 16, 16, 8], id="windows of one picture"),
+        pytest.param([64, 64, 32, 64, 64, 32, 16, 16, 8], id="windows of one image"),
         pytest.param([1], id="one token"),
         pytest.param([3, 0, 5], id="an empty segment"),
     ],

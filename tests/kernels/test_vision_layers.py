@@ -105,7 +105,7 @@ def test_layers_in_one_call_are_the_layers_one_by_one(
     assert torch.equal(got, want)
 
 
-def test_a_picture_is_computed_alike_beside_any_other() -> None:
+def test_an_image_is_computed_alike_beside_any_other() -> None:
     both, other = Case(Form(), [40, 30]), Case(Form(), [40, 30])
     other.x[40:] = bf16(30, 32)
     assert torch.equal(both.together(2)[:40], other.together(2)[:40])

@@ -23,7 +23,7 @@ SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "model"
 MIN_LOGITS_STD = 3.0
 IMAGE_SIDE, PATCH_SIZE = 112, 14
 WINDOW = 8
-"""Of Gemma 3's sliding layers: fewer tokens than one of its pictures has."""
+"""Of Gemma 3's sliding layers: fewer tokens than one of its images has."""
 
 
 def make_checkpoint(directory: Path, model_type: str, *, seed: int = 0) -> Path:

@@ -30,7 +30,7 @@ IMAGE, IMAGE_START, IMAGE_END, TURN_START, TURN_END = range(440, 445)
 
 
 def llama() -> Any:
-    """As LLaVA-1.5's: `<image>` stands for a picture."""
+    """As LLaVA-1.5's: `<image>` stands for an image."""
     tokenizer = _byte_pairs(())
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -125,7 +125,7 @@ LLAVA_TEMPLATE = """\
 {{ content['text'] + ' ' }}{% endfor %}\
 {% if message['role'] == 'assistant' %}{{ '</s>' }}{% endif %}\
 {% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
-"""Pictures first, and nothing of a content that is no list: LLaVA-1.5's own."""
+"""Images first, and nothing of a content that is no list: LLaVA-1.5's own."""
 
 GEMMA_TEMPLATE = """\
 {{ bos_token }}\

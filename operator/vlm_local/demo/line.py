@@ -42,7 +42,7 @@ SERVICE, NAMESPACE = "shapes", "default"
 INSTALL = CHECKOUT / "install.yaml"
 QUICKSTART = CHECKOUT / "examples/quickstart"
 MODEL = CHECKOUT / "examples/shapes/model"
-IMAGE = QUICKSTART / "picture.png"
+IMAGE = QUICKSTART / "image.png"
 VLM = Path(sys.executable).with_name("vlm")
 
 

@@ -22,8 +22,8 @@ SETTINGS = RunnerSettings(
 TEXT = Question("text", (), tuple(range(10, 34)), (), ())
 
 
-def shortest_with_a_picture() -> Question:
-    asked = [question for question in questions(per_task=1) if len(question.pictures) == 1]
+def shortest_with_an_image() -> Question:
+    asked = [question for question in questions(per_task=1) if len(question.prepared_images) == 1]
     return min(asked, key=lambda question: len(question.token_ids))
 
 
@@ -35,18 +35,18 @@ def answer(runner: ModelRunner, question: Question, max_tokens: int) -> list[int
 
 
 @pytest.mark.parametrize(
-    ("num_pictures", "kv_dtype"),
+    ("num_images", "kv_dtype"),
     [
         pytest.param(0, "float32", id="text"),
-        pytest.param(1, "float32", id="a picture", marks=pytest.mark.full),
-        pytest.param(1, "int8", id="a picture, KV in int8", marks=pytest.mark.full),
+        pytest.param(1, "float32", id="an image", marks=pytest.mark.full),
+        pytest.param(1, "int8", id="an image, KV in int8", marks=pytest.mark.full),
     ],
 )
 def test_its_tokens_are_those_of_a_cpu(
-    num_pictures: int, kv_dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    num_images: int, kv_dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question = shortest_with_a_picture() if num_pictures else TEXT
-    max_tokens = 4 if num_pictures else 2
+    question = shortest_with_an_image() if num_images else TEXT
+    max_tokens = 4 if num_images else 2
     settings = dataclasses.replace(SETTINGS, kv_dtype=kv_dtype)
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "serves", lambda where: False)

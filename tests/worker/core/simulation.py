@@ -39,7 +39,7 @@ MAX_STEPS = 2_000
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A request, its pictures, and the step at which it comes in."""
+    """A request, its images, and the step at which it comes in."""
 
     request: Request
     images: tuple[PreparedImage, ...]
@@ -48,7 +48,7 @@ class Work:
 
 @st.composite
 def works(draw: st.DrawFn) -> list[Work]:
-    """Requests with common prefixes, repeated pictures, and sampling of all kinds."""
+    """Requests with common prefixes, repeated images, and sampling of all kinds."""
     out = []
     for number in range(draw(st.integers(1, 9))):
         token_ids: list[int] = []

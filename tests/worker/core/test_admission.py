@@ -144,7 +144,7 @@ def test_an_image_that_may_not_be_cut_goes_beyond_the_cap() -> None:
     assert simulation.answers["0"] == alone(work)
 
 
-def test_a_picture_that_is_not_here_yet_has_its_blocks_already() -> None:
+def test_an_image_that_is_not_here_yet_has_its_blocks_already() -> None:
     simulation = Simulation(num_blocks=65, max_num_seqs=2, budget=64)
     image = make_image(1, num_tokens=30)
     item = ImageItem(image.image_key, 2, 30, image.grid_thw)
@@ -154,7 +154,7 @@ def test_a_picture_that_is_not_here_yet_has_its_blocks_already() -> None:
     sequence.embeddings = [None]
     simulation.step()
     assert sequence.status is Status.RUNNING
-    assert len(sequence.blocks) == 9  # of 33 tokens, not of the two before the picture
+    assert len(sequence.blocks) == 9  # of 33 tokens, not of the two before the image
 
 
 def test_a_backed_up_lane_that_does_not_fit_leaves_the_step_to_the_other() -> None:

@@ -31,7 +31,7 @@ def order(text: int, vision: int, *, last_first: Lane) -> list[tuple[str, int, s
 @pytest.mark.parametrize(
     ("text", "vision", "first"),
     [
-        pytest.param(64, 17, "vision", id="more than twice eight pictures wait"),
+        pytest.param(64, 17, "vision", id="more than twice eight images wait"),
         pytest.param(65, 16, "text", id="more than twice 32 texts wait"),
     ],
 )

@@ -73,7 +73,7 @@ def test_what_is_larger_than_the_cold_tier_makes_no_room_there_for_nothing() -> 
     assert found(cache, "abc") == "ac"
 
 
-def test_two_who_need_the_same_picture_share_one_filling() -> None:
+def test_two_who_need_the_same_image_share_one_filling() -> None:
     cache = EncoderCache(max_bytes=30, ttl_seconds=TTL)
     entry = cache.begin(b"a", "one", num_tokens=4)
     assert cache.find(b"a", num_tokens=4, now=0.0) is entry

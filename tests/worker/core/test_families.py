@@ -64,7 +64,7 @@ def test_boundaries_where_exact_roots_would_differ_follow_transformers(family: F
         assert (geometry.height, geometry.width) == smart_resize(side, side, 28, 3136, 200704)
 
 
-def test_no_picture_has_more_pixels_than_the_model_takes(family: Family) -> None:
+def test_no_image_has_more_pixels_than_the_model_takes(family: Family) -> None:
     for height in range(1, 2000, 37):
         for width in range(1, 2000, 41):
             if max(height, width) <= 200 * min(height, width):
@@ -180,7 +180,7 @@ def test_a_token_without_an_embedding_is_refused_wherever_it_stands(
         load_family(MODEL).positions(beyond, moved)
 
 
-def test_a_placeholder_beyond_the_table_is_taken_with_its_picture_alone(family: Family) -> None:
+def test_a_placeholder_beyond_the_table_is_taken_with_its_image_alone(family: Family) -> None:
     """LLaVA's <image> may be the first id that has no row."""
     beyond = dataclasses.replace(family, image_token_id=family.vocab_size)
     placeholders = [beyond.image_token_id] * 4

@@ -64,7 +64,7 @@ def family_of(name: str) -> Family:
     ("name", "grid", "num_tokens"),
     [("llava", (1, 24, 24), 576), ("gemma3", (1, 64, 64), 256)],
 )
-def test_every_picture_of_the_published_models_has_as_many_tokens(
+def test_every_image_of_the_published_models_has_as_many_tokens(
     name: str, grid: tuple[int, int, int], num_tokens: int
 ) -> None:
     family = family_of(name)
@@ -143,7 +143,7 @@ def test_what_cannot_be_honoured_is_refused_by_field(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_positions_are_plain_and_only_the_one_grid_is_a_picture(name: str) -> None:
+def test_positions_are_plain_and_only_the_one_grid_is_an_image(name: str) -> None:
     family = family_of(name)
     geometry = family.geometry(5, 5)
     ids = [7, *[family.image_token_id] * geometry.num_tokens, 8]

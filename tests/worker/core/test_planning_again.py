@@ -81,7 +81,7 @@ departures = st.tuples(
 
 @settings(max_examples=80)
 @given(departures)
-def test_pictures_come_late_and_requests_are_cancelled_and_every_block_comes_back(
+def test_images_come_late_and_requests_are_cancelled_and_every_block_comes_back(
     drawn: tuple[Any, ...],
 ) -> None:
     every_block_comes_back(*drawn)

@@ -1,4 +1,4 @@
-"""Equal hashes mean equal KV: tokens, pictures, their places and forms, the tenant, the weights."""
+"""Equal hashes mean equal KV: tokens, images, their places and forms, the tenant, the weights."""
 
 from __future__ import annotations
 
@@ -62,29 +62,29 @@ def test_a_chain_made_in_two_parts_is_the_same(token_ids: list[int], cut: int) -
     assert hashes == chain(token_ids)
 
 
-def test_placeholders_of_different_pictures_differ() -> None:
+def test_placeholders_of_different_images_differ() -> None:
     placeholders = [7] * 8
     one, two = chain(placeholders, (item(b"1", 0, 8),)), chain(placeholders, (item(b"2", 0, 8),))
     assert set(one).isdisjoint(two)
     assert set(one).isdisjoint(chain(placeholders))
 
 
-def test_a_picture_elsewhere_in_the_block_is_another_block() -> None:
+def test_an_image_elsewhere_in_the_block_is_another_block() -> None:
     placeholders = [7] * 4
     assert chain(placeholders, (item(b"1", 0, 4),)) != chain(placeholders, (item(b"1", 1, 3),))
 
 
-def test_a_block_in_the_middle_of_a_picture_knows_where_it_is() -> None:
+def test_a_block_in_the_middle_of_an_image_knows_where_it_is() -> None:
     long = chain([7] * 12, (item(b"1", 0, 12),))
     shifted = chain([1] * 4 + [7] * 8, (item(b"1", 4, 8),))
     assert len({*long, *shifted}) == 6
 
 
-def test_a_later_picture_does_not_touch_earlier_blocks() -> None:
+def test_a_later_image_does_not_touch_earlier_blocks() -> None:
     token_ids = [1] * 4 + [7] * 4
-    plain, with_picture = chain(token_ids), chain(token_ids, (item(b"1", 4, 4),))
-    assert plain[0] == with_picture[0]
-    assert plain[1] != with_picture[1]
+    plain, with_image = chain(token_ids), chain(token_ids, (item(b"1", 4, 4),))
+    assert plain[0] == with_image[0]
+    assert plain[1] != with_image[1]
 
 
 def test_tenants_differ_from_the_first_block_on() -> None:
@@ -110,7 +110,7 @@ def test_salt_and_adapter_are_not_mistaken_for_one_another(
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[int], tuple[ImageItem, ...]]:
-    """Two blocks of equal tokens, with pictures anywhere, whose keys have different lengths."""
+    """Two blocks of equal tokens, with images anywhere, whose keys have different lengths."""
     items = []
     offset = draw(st.integers(0, 3))
     while offset < 2 * SIZE and len(items) < 3:
@@ -123,7 +123,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], tuple[ImageItem, ...]]:
 
 
 @given(prompts(), prompts())
-def test_chains_agree_exactly_as_far_as_the_pictures_do(
+def test_chains_agree_exactly_as_far_as_the_images_do(
     one: tuple[list[int], tuple[ImageItem, ...]], two: tuple[list[int], tuple[ImageItem, ...]]
 ) -> None:
     for block, (a, b) in enumerate(zip(chain(*one), chain(*two), strict=True)):
@@ -132,7 +132,7 @@ def test_chains_agree_exactly_as_far_as_the_pictures_do(
         assert (a == b) == (seen[0] == seen[1])
 
 
-def test_a_key_that_contains_another_pictures_fields_is_not_taken_for_both() -> None:
+def test_a_key_that_contains_another_images_fields_is_not_taken_for_both() -> None:
     one, two = item(b"1", 0, 2), item(b"2", 2, 2)
     fields = (one.offset, one.num_tokens, *one.grid_thw)
     packed = b"".join(number.to_bytes(8, "little", signed=True) for number in fields)

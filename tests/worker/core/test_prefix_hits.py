@@ -1,4 +1,4 @@
-"""Prefix hits in the schedule: of what is written, never of the last token, inside pictures."""
+"""Prefix hits in the schedule: of what is written, never of the last token, inside images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def about(
     at: int = 0,
     max_tokens: int = 3,
 ) -> Work:
-    """A prompt of text, a picture, and text."""
+    """A prompt of text, an image, and text."""
     image = make_image(1, num_tokens=num_visual)
     token_ids = (*range(20, 20 + num_before), *[IMAGE_TOKEN] * num_visual, *after)
     place = ImageItem(image.image_key, num_before, num_visual, image.grid_thw)
@@ -38,7 +38,7 @@ def simulation(*, whole_images: bool = False, budget: int = 64) -> Simulation:
 @pytest.mark.parametrize("whole_images", [False, True], ids=["causal", "both directions"])
 @pytest.mark.parametrize("num_before", range(1, 2 * BLOCK_SIZE))
 @pytest.mark.parametrize("num_visual", [2, 6, 11])
-def test_a_hit_may_end_inside_a_picture_and_the_rest_of_it_runs_in_one_chunk(
+def test_a_hit_may_end_inside_an_image_and_the_rest_of_it_runs_in_one_chunk(
     num_before: int, num_visual: int, whole_images: bool
 ) -> None:
     shape = {"num_before": num_before, "num_visual": num_visual}

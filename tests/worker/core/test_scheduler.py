@@ -132,8 +132,8 @@ def test_a_missing_embedding_stalls_one_sequence_and_nobody_else() -> None:
     assert simulation.answers["stalled"] == alone(Work(request, (image,), 0))
 
 
-def about_picture(name: str, *, num_text_before: int) -> Work:
-    """Text, a picture, and one more token."""
+def about_image(name: str, *, num_text_before: int) -> Work:
+    """Text, an image, and one more token."""
     image = make_image(1, num_tokens=5)
     token_ids = (*range(30, 30 + num_text_before), *[IMAGE_TOKEN] * 5, 3)
     item = ImageItem(image.image_key, num_text_before, 5, image.grid_thw)
@@ -144,7 +144,7 @@ def about_picture(name: str, *, num_text_before: int) -> Work:
 
 def test_who_waits_for_an_embedding_takes_no_blocks_and_blocks_nobody() -> None:
     simulation = Simulation(num_blocks=65, max_num_seqs=1, budget=64)
-    waiting = simulation.add(about_picture("stalled", num_text_before=0))
+    waiting = simulation.add(about_image("stalled", num_text_before=0))
     waiting.embeddings[0] = None
     simulation.step()
     assert waiting.is_blocked
@@ -160,7 +160,7 @@ def test_kv_that_a_peer_may_be_reading_is_not_preempted() -> None:
     simulation = Simulation(num_blocks=17, max_num_seqs=2, budget=64)
     old = simulation.add(text(0, 8, max_tokens=50))
     simulation.step()
-    held = simulation.add(about_picture("held", num_text_before=34), for_peer=True)
+    held = simulation.add(about_image("held", num_text_before=34), for_peer=True)
     held.embeddings[0] = None  # it runs, and waits in the middle of its prompt
     simulation.step()
     blocks = list(held.blocks)

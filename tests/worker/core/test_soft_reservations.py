@@ -1,6 +1,6 @@
-"""Who may ask for pictures: never more than could run at once, everybody at last, and in any order.
+"""Who may ask for images: never more than could run at once, everybody at last, and in any order.
 
-Pictures come late, or never; requests are cancelled; text passes by.
+Images come late, or never; requests are cancelled; text passes by.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 
 def about(name: str, number: int, num_tokens: int, *, priority: int = 0) -> Work:
-    """A prompt that begins with a picture."""
+    """A prompt that begins with an image."""
     image = make_image(number, num_tokens=num_tokens)
     item = ImageItem(image.image_key, 0, num_tokens, image.grid_thw)
     tokens = (*[IMAGE_TOKEN] * num_tokens, 5)
@@ -36,7 +36,7 @@ def about(name: str, number: int, num_tokens: int, *, priority: int = 0) -> Work
 
 
 class Asking(Simulation):
-    """Does what the engine does for pictures: asks for some, lets go of some.
+    """Does what the engine does for images: asks for some, lets go of some.
 
     Attributes:
         twice: plan every step a second time, on a copy.
@@ -53,7 +53,7 @@ class Asking(Simulation):
         self.order: list[str] = []
 
     def come(self, work: Work, **kwargs: Any) -> Sequence:
-        """Let a request wait; its pictures are not here."""
+        """Let a request wait; its images are not here."""
         sequence = self.add(work, **kwargs)
         sequence.arrival = len(self.works)
         sequence.embeddings = [None] * len(work.images)
@@ -97,12 +97,12 @@ class Asking(Simulation):
         assert claims <= self.pool.num_available, "more is claimed than could be had"
         for sequence in waiting:
             pins = sequence in self.asked or any(e is not None for e in sequence.embeddings)
-            assert not pins or sequence.can_pin_embeddings, "it pins a picture without blocks"
+            assert not pins or sequence.can_pin_embeddings, "it pins an image without blocks"
 
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request about a picture, or text alone (`num_tokens` of 0), and what becomes of it."""
+    """A request about an image, or text alone (`num_tokens` of 0), and what becomes of it."""
 
     at: int
     num_tokens: int
@@ -223,7 +223,7 @@ def test_a_claim_that_text_made_void_is_taken_back_and_granted_again() -> None:
 
 
 @pytest.mark.parametrize("settings", [FCFS, DUAL])
-def test_small_pictures_pass_a_large_one_so_often_and_no_more(settings: AdmissionSettings) -> None:
+def test_small_images_pass_a_large_one_so_often_and_no_more(settings: AdmissionSettings) -> None:
     settings = dataclasses.replace(settings, ageing_seconds=1e9)
     simulation = Asking(num_blocks=17, max_num_seqs=8, settings=settings, delay=3)
     for number in range(3):

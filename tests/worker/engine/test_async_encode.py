@@ -71,7 +71,7 @@ def decoding(runner: BesideRunner, *, max_tokens: int = 20) -> ByHand:
     return engine
 
 
-def test_tokens_go_on_while_a_image_is_encoded_and_it_is_ready_a_turn_later() -> None:
+def test_tokens_go_on_while_an_image_is_encoded_and_it_is_ready_a_turn_later() -> None:
     runner = BesideRunner()
     engine = decoding(runner)
     engine.encode("a", [prepared_image(0)])
@@ -162,7 +162,7 @@ async def test_an_engine_that_stops_waits_for_no_images(start: Any) -> None:
     runner.may_encode.set()
 
 
-def test_a_image_that_nobody_waits_for_any_more_is_kept_and_found() -> None:
+def test_an_image_that_nobody_waits_for_any_more_is_kept_and_found() -> None:
     runner = BesideRunner()
     engine = decoding(runner)
     engine.encode("a", [prepared_image(0)])

@@ -101,7 +101,7 @@ async def test_a_known_image_stays_until_it_is_let_go(start: Any, end: str) -> N
     assert engine.stats().num_pinned_embeddings == 0
 
 
-async def test_a_second_request_for_a_image_hits_the_cache(start: Any) -> None:
+async def test_a_second_request_for_an_image_hits_the_cache(start: Any) -> None:
     runner = ChecksumRunner()
     engine: Engine = start(runner)
     await events(engine.encode(key("a"), [prepared_image(1)]))

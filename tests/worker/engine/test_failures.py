@@ -136,12 +136,12 @@ class BrokenRunner(ChecksumRunner):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_dead_thread_fails_everybody_and_reports_its_cause(start: Any) -> None:
     engine: Engine = start(BrokenRunner(), dies=True)
-    pictured = engine.submit_prefill(about_image("pictured"), for_peer=False)
-    assert await anext(pictured) == NeedItems((0,))
+    imaged = engine.submit_prefill(about_image("imaged"), for_peer=False)
+    assert await anext(imaged) == NeedItems((0,))
     endless = engine.submit_prefill(text("endless", max_tokens=50), for_peer=False)
     rows = memoryview(embed(IMAGE).tobytes())
     with pytest.raises(EngineError, match="ZeroDivisionError"):
-        await engine.put_embedding(RequestKey("pictured", 0), 0, rows)
+        await engine.put_embedding(RequestKey("imaged", 0), 0, rows)
     told = await events(endless)
     assert isinstance(told[-1], FailedEvent | FinishedEvent)
     with pytest.raises(ZeroDivisionError):

@@ -282,7 +282,7 @@ def test_a_small_pool_preempts_and_nobody_hears_it(mode: str) -> None:
     assert where.stats().count("preemptions") > 0
 
 
-def test_a_second_question_about_a_image_finds_its_prefix_and_its_embedding() -> None:
+def test_a_second_question_about_an_image_finds_its_prefix_and_its_embedding() -> None:
     async def twice() -> Line:
         first, second = question(1, "whole"), question(1, "whole")
         renamed = dataclasses.replace(second.request, key=RequestKey("again", 0))

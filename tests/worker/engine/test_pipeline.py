@@ -60,7 +60,7 @@ def run_out(engine: ByHand) -> None:
 # ---- one request with several images ----------------------------------------------------------
 
 
-def test_prefill_of_a_image_starts_before_the_next_one_is_encoded() -> None:
+def test_prefill_of_an_image_starts_before_the_next_one_is_encoded() -> None:
     engine = ByHand(max_encode_tokens=NUM_TOKENS)
     images = [prepared_image(number) for number in range(3)]
     engine.encode("a", images)

@@ -30,7 +30,7 @@ URL = "messages[0].content[0].image_url.url"
 IMAGE = "messages[0].content[0].image_url"
 PNG = data_url(png())
 
-PICTURE_ROWS = [
+IMAGE_ROWS = [
     Bad("an unknown detail", image(PNG, detail="ultra"), 400, "invalid_value", f"{IMAGE}.detail"),
     Bad(
         "an unknown field beside the url",

@@ -13,7 +13,7 @@ from typing import Any
 
 from worker.gateway.corpus import FIT_ROWS, Bad, chat
 from worker.gateway.corpus_fields import FIELD_ROWS
-from worker.gateway.corpus_images import PICTURE_ROWS
+from worker.gateway.corpus_images import IMAGE_ROWS
 from worker.gateway.corpus_messages import MESSAGE_ROWS
 from worker.gateway.image_files import ask, data_url, encoded, png
 
@@ -55,7 +55,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def sources() -> list[dict[str, Any]]:
     """Bodies to begin with; the good ones as often as all the bad ones."""
-    rows: list[Bad] = [*FIELD_ROWS, *MESSAGE_ROWS, *FIT_ROWS, *PICTURE_ROWS]
+    rows: list[Bad] = [*FIELD_ROWS, *MESSAGE_ROWS, *FIT_ROWS, *IMAGE_ROWS]
     bad = [
         row.body
         for row in rows

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker.gateway.corpus import FIT_ROWS, JSON_ROWS, Bad, chat
 from worker.gateway.corpus_fields import FIELD_ROWS
-from worker.gateway.corpus_images import PICTURE_ROWS
+from worker.gateway.corpus_images import IMAGE_ROWS
 from worker.gateway.corpus_messages import MESSAGE_ROWS
 from worker.gateway.stack import gateway_settings, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ALL = [*JSON_ROWS, *FIELD_ROWS, *MESSAGE_ROWS, *FIT_ROWS, *PICTURE_ROWS]
+ALL = [*JSON_ROWS, *FIELD_ROWS, *MESSAGE_ROWS, *FIT_ROWS, *IMAGE_ROWS]
 
 # Addresses in memory, paths, stack traces, module names.
 LEAKS = re.compile(r"0x[0-9a-f]{6,}|/usr|/home|/root|Traceback|\bline \d+|msgspec|Error\b")

@@ -23,7 +23,7 @@ def client(served: Stack, **options: object) -> openai.AsyncOpenAI:
     )
 
 
-async def test_a_image_is_answered_whole_and_streamed_alike(served: Stack) -> None:
+async def test_an_image_is_answered_whole_and_streamed_alike(served: Stack) -> None:
     messages = [ask(png(), "What is this?")]
     async with client(served) as api:
         whole = await api.chat.completions.create(

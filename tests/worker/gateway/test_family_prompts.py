@@ -68,7 +68,7 @@ def our_parts(*texts: str) -> tuple[Any, ...]:
     return tuple(map(our_part, texts))
 
 
-def test_text_that_reads_like_a_image_is_text(model: Model) -> None:
+def test_text_that_reads_like_an_image_is_text(model: Model) -> None:
     text = "<image><start_of_image><image_soft_token><s>"
     prompt = model.language.chat([Message("user", text)], [])
     images = {by_code.IMAGE, by_code.IMAGE_START, by_code.IMAGE_END}

@@ -237,7 +237,7 @@ def broken_inside(data: bytes) -> bytes:
     return bytes(broken)
 
 
-async def test_a_image_that_only_the_decoder_finds_broken_is_named(served: Stack) -> None:
+async def test_an_image_that_only_the_decoder_finds_broken_is_named(served: Stack) -> None:
     async with client(served) as api:
         with pytest.raises(openai.BadRequestError) as refused:
             await api.chat.completions.create(

@@ -112,7 +112,7 @@ def test_the_tokens_are_those_of_the_processor(turns: list[tuple[str, Any]]) -> 
     assert ours(turns) == theirs(turns)
 
 
-def test_a_image_through_its_header_counts_as_through_its_pixels() -> None:
+def test_an_image_through_its_header_counts_as_through_its_pixels() -> None:
     for size in SIZES:
         pixels = processor().image_processor(
             images=Image.open(io.BytesIO(encoded("PNG", size=size))), return_tensors="np"

@@ -161,7 +161,7 @@ def test_another_decode_agrees_with_the_prefill_that_is_settled() -> None:
     assert another_decode(pods, TEXT, route, frozenset({b"a", b"b"})) is None
 
 
-def test_a_image_comes_home_until_its_home_is_busy() -> None:
+def test_an_image_comes_home_until_its_home_is_busy() -> None:
     pods = [prefill(), decode(), *(encoder(f"e{i}") for i in range(3))]
     home = names(choose(pods, IMAGE))[0]
     busy = [

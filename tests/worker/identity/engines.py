@@ -115,13 +115,13 @@ class Stages:
             max_tokens=self._max_tokens,
             ignore_eos=self._ignore_eos,
         )
-        pictures = self._encoder.encode(request.key, question.pictures)
+        images = self._encoder.encode(request.key, question.prepared_images)
         if self._encoder is not self._prefill:
-            await all_ready(pictures)
+            await all_ready(images)
         answer = await self._answer(request)
         if self._encoder is self._prefill:
-            await all_ready(pictures)
-        for item in range(len(question.pictures)):
+            await all_ready(images)
+        for item in range(len(question.prepared_images)):
             self._encoder.release_embedding(request.key, item)
         for engine in {self._prefill, self._decode}:
             await engine.release(request.key)
@@ -157,9 +157,9 @@ class Stages:
                 await asyncio.sleep(0.005)
 
 
-async def all_ready(pictures: AsyncIterator[object]) -> None:
-    """Wait until each picture is encoded."""
-    async for event in pictures:
+async def all_ready(images: AsyncIterator[object]) -> None:
+    """Wait until each image is encoded."""
+    async for event in images:
         assert isinstance(event, ItemReady), event
 
 

@@ -1,8 +1,8 @@
 """Tiny models of every family and random questions to them, with transformers' answers.
 
-A question is random text with up to two pictures of noise, prepared by transformers' own processor.
-Beginnings and pictures come from small sets, so that prompts share prefixes and pictures; some end
-right behind a picture, so that a prefix hit ends inside it.
+A question is random text with up to two images of noise, prepared by transformers' own processor.
+Beginnings and images come from small sets, so that prompts share prefixes and images; some end
+right behind an image, so that a prefix hit ends inside it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def make_case(model_dir: Path, *, count: int, seed: int) -> Case:
 
 
 def random_questions(model_dir: Path, family: Family, *, count: int, seed: int) -> list[Question]:
-    """0, 1, 2, 0, ... pictures; the whole is a function of the seed."""
+    """0, 1, 2, 0, ... images; the whole is a function of the seed."""
     rng = np.random.default_rng(seed)
     images = [
         Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         for width, height in SIZES
     ]
-    pictures = [_prepared(model_dir, family, image) for image in images]
+    prepared = [_prepared(model_dir, family, image) for image in images]
 
     def text(least: int, most: int) -> list[int]:
         size = int(rng.integers(least, most))
@@ -70,31 +70,31 @@ def random_questions(model_dir: Path, family: Family, *, count: int, seed: int) 
     for number in range(count):
         token_ids, chosen, items = [1, *beginnings[number % 2]], [], []
         for _ in range(number % 3):
-            choice = int(rng.integers(len(pictures)))
-            picture = pictures[choice]
+            choice = int(rng.integers(len(prepared)))
+            one = prepared[choice]
             before, after = _around(family)
             token_ids += before
-            place = (picture.image_key, len(token_ids), picture.num_tokens, picture.grid_thw)
+            place = (one.image_key, len(token_ids), one.num_tokens, one.grid_thw)
             items.append(ImageItem(*place))
-            token_ids += [family.image_token_id] * picture.num_tokens + after
+            token_ids += [family.image_token_id] * one.num_tokens + after
             chosen.append(choice)
             token_ids += text(1, 3) if number % 4 else text(2, 9)
         token_ids += text(1, 2) if number % 2 else text(3, 12)
         content = tuple({"type": "image", "image": images[choice]} for choice in chosen)
         out.append(
             Question(
-                task=f"{len(chosen)} pictures",
+                task=f"{len(chosen)} images",
                 messages=({"role": "user", "content": content},),
                 token_ids=tuple(token_ids),
                 items=tuple(items),
-                pictures=tuple(pictures[choice] for choice in chosen),
+                prepared_images=tuple(prepared[choice] for choice in chosen),
             )
         )
     return out
 
 
 def _around(family: Family) -> tuple[list[int], list[int]]:
-    """Control tokens before and after a picture."""
+    """Control tokens before and after an image."""
     control = [part for part in family.image_text if isinstance(part, int)]
     at = control.index(family.image_token_id)
     return control[:at], control[at + 1 :]
@@ -123,13 +123,13 @@ def _prepared(model_dir: Path, family: Family, image: Image.Image) -> PreparedIm
     return PreparedImage(key, geometry.grid_thw, geometry.num_tokens, values.reshape(-1).data)
 
 
-def with_pictures(case: Case) -> list[tuple[Question, Answer]]:
+def with_images(case: Case) -> list[tuple[Question, Answer]]:
     """The questions that have any."""
-    return [pair for pair in case.pairs if pair[0].pictures]
+    return [pair for pair in case.pairs if pair[0].prepared_images]
 
 
-def cut_behind_pictures(question: Question) -> Question:
-    """The same up to the token behind the last picture."""
+def cut_behind_images(question: Question) -> Question:
+    """The same up to the token behind the last image."""
     end = question.items[-1].end + 1
     return dataclasses.replace(question, token_ids=question.token_ids[:end])
 

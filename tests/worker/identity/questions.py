@@ -1,7 +1,7 @@
 """Held-out questions of `shapes`, prepared by transformers' own processor: what identity tests ask.
 
-`questions()` holds more than 200: text alone, one picture, several, several turns, and several
-turns with a picture each. Drawn from seeds, so that every test and every process asks the same.
+`questions()` holds more than 200: text alone, one image, several, several turns, and several
+turns with an image each. Drawn from seeds, so that every test and every process asks the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IMAGE_TOKEN_ID = 5
 MERGED_PATCHES = 4
 
 NUM_PER_TASK = 6
-NUM_TURNS_WITH_PICTURES = 20
+NUM_TURNS_WITH_IMAGES = 20
 MORE_OF = {"multi_turn": 20, "compare_color": 9, "compare_count": 9}
 
 
@@ -36,8 +36,8 @@ class Question:
         messages: as the chat template and OpenAI's API order them; a content part of type `image`
             holds a PIL image.
         token_ids: the prompt, placeholders expanded.
-        items: places of the pictures in it.
-        pictures: their patches.
+        items: places of the images in it.
+        prepared_images: their patches.
         right_answer: what should follow.
     """
 
@@ -45,12 +45,12 @@ class Question:
     messages: tuple[dict[str, Any], ...]
     token_ids: tuple[int, ...]
     items: tuple[ImageItem, ...]
-    pictures: tuple[PreparedImage, ...]
+    prepared_images: tuple[PreparedImage, ...]
     right_answer: str = ""
 
     @property
     def images(self) -> list[Image.Image]:
-        """The pictures, in order."""
+        """The images, in order."""
         parts = [part for message in self.messages for part in message["content"]]
         return [part["image"] for part in parts if part["type"] == "image"]
 
@@ -63,12 +63,10 @@ def questions(per_task: int = NUM_PER_TASK) -> tuple[Question, ...]:
         for task in heldout.TASKS
         for item in heldout.build(task, max(per_task, MORE_OF.get(task, 0)))
     ]
-    first = heldout.build("color", NUM_TURNS_WITH_PICTURES, seed=heldout.SEED + 1)
-    second = heldout.build("count_all<=4", NUM_TURNS_WITH_PICTURES, seed=heldout.SEED + 1)
+    first = heldout.build("color", NUM_TURNS_WITH_IMAGES, seed=heldout.SEED + 1)
+    second = heldout.build("count_all<=4", NUM_TURNS_WITH_IMAGES, seed=heldout.SEED + 1)
     drawn = [(item.task, _turns(item)) for item in items]
-    drawn += [
-        ("picture_per_turn", _turns(a) + _turns(b)) for a, b in zip(first, second, strict=True)
-    ]
+    drawn += [("image_per_turn", _turns(a) + _turns(b)) for a, b in zip(first, second, strict=True)]
     mixed = sorted(range(len(drawn)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
     return tuple(_prepare(*drawn[i]) for i in mixed)
 
@@ -99,16 +97,16 @@ def _prepare(task: str, turns: list[dict[str, Any]]) -> Question:
     )
     token_ids = batch["input_ids"][0]
     grids = [tuple(int(n) for n in grid) for grid in batch.get("image_grid_thw", ())]
-    items, pictures = place_pictures(token_ids, grids, batch.get("pixel_values"))
+    items, prepared = place_images(token_ids, grids, batch.get("pixel_values"))
     right_answer = last["content"][0]["text"]
-    return Question(task, tuple(messages), tuple(token_ids.tolist()), items, pictures, right_answer)
+    return Question(task, tuple(messages), tuple(token_ids.tolist()), items, prepared, right_answer)
 
 
-def place_pictures(
+def place_images(
     token_ids: np.ndarray, grids: list[Any], patches: np.ndarray | None
 ) -> tuple[tuple[ImageItem, ...], tuple[PreparedImage, ...]]:
-    """Find the runs of placeholders, and cut the packed patches by picture."""
-    items, pictures = [], []
+    """Find the runs of placeholders, and cut the packed patches by image."""
+    items, prepared = [], []
     offset = used = 0
     for grid in grids:
         assert patches is not None
@@ -119,8 +117,8 @@ def place_pictures(
         offset += int(np.argmax(token_ids[offset:] == IMAGE_TOKEN_ID))
         assert (token_ids[offset : offset + num_tokens] == IMAGE_TOKEN_ID).all()
         items.append(ImageItem(key, offset, num_tokens, grid))
-        pictures.append(PreparedImage(key, grid, num_tokens, own.data))
+        prepared.append(PreparedImage(key, grid, num_tokens, own.data))
         offset += num_tokens
         used += num_patches
     assert patches is None or used == len(patches)
-    return tuple(items), tuple(pictures)
+    return tuple(items), tuple(prepared)

@@ -73,26 +73,26 @@ def answer(
         return_dict_in_generate=True,
         **({"eos_token_id": NO_TOKEN} if ignore_eos else {}),
         **how,
-        **_pictures(model.config, question),
+        **_images(model.config, question),
     )
     tokens = out.sequences[0, ids.shape[1] :].tolist()
     return Answer(tuple(tokens), torch.cat(out.logits).numpy().astype(np.float32))
 
 
-def _pictures(config: Any, question: Question) -> dict[str, torch.Tensor]:
+def _images(config: Any, question: Question) -> dict[str, torch.Tensor]:
     """What the family's own processor returns beside the tokens."""
     token_ids = torch.tensor([question.token_ids])
     types = (token_ids == config.image_token_id).int()
     inputs = {"token_type_ids": types} if config.model_type == "gemma3" else {}
-    if not question.pictures:
+    if not question.prepared_images:
         return inputs
     values = torch.cat(
-        [torch.from_numpy(np.frombuffer(p.patches, np.float32)) for p in question.pictures]
+        [torch.from_numpy(np.frombuffer(p.patches, np.float32)) for p in question.prepared_images]
     )
     if not config.model_type.startswith("qwen"):
         side = config.vision_config.image_size
         return {**inputs, "pixel_values": values.view(-1, 3, side, side)}
-    grids = torch.tensor([picture.grid_thw for picture in question.pictures])
+    grids = torch.tensor([image.grid_thw for image in question.prepared_images])
     return {
         "pixel_values": values.view(int(grids.prod(dim=1).sum()), -1),
         "image_grid_thw": grids,

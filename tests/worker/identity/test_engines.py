@@ -43,7 +43,7 @@ async def test_all_questions_at_once_and_again_with_warm_caches(
     queries = warm.prefix_cache_queries - cold.prefix_cache_queries
     print(f"warm: {hits} of {queries} tokens from the prefix cache")
     assert hits > queries // 4, "the prefix cache was not warm"
-    assert warm.encoder_cache.misses == cold.encoder_cache.misses, "a picture was encoded again"
+    assert warm.encoder_cache.misses == cold.encoder_cache.misses, "an image was encoded again"
 
 
 @shapes_of_steps
@@ -96,7 +96,7 @@ async def test_sequences_that_lose_their_blocks_come_back_with_the_same_tokens(
 
 
 def twins(pairs: Pairs) -> tuple[tuple[Question, Answer], tuple[Question, Answer]]:
-    """Two questions with equal tokens and unlike pictures and answers."""
+    """Two questions with equal tokens and unlike images and answers."""
     seen: dict[tuple[object, ...], tuple[Question, Answer]] = {}
     for question, answer in pairs:
         known = seen.setdefault(question.token_ids, (question, answer))
@@ -106,12 +106,12 @@ def twins(pairs: Pairs) -> tuple[tuple[Question, Answer], tuple[Question, Answer
 
 
 def keyless(parent: bytes, token_ids: np.ndarray, items: object, *, start: int) -> bytes:
-    """A block hash of the tokens alone, as if all pictures were one."""
+    """A block hash of the tokens alone, as if all images were one."""
     return hashlib.sha256(parent + token_ids.tobytes()).digest()
 
 
 @pytest.mark.parametrize("with_keys", [True, False], ids=["as built", "image keys left out"])
-async def test_equal_prompts_about_unlike_pictures_are_told_apart_by_the_image_key(
+async def test_equal_prompts_about_unlike_images_are_told_apart_by_the_image_key(
     shapes_pairs: Pairs, with_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_keys:

@@ -13,10 +13,10 @@ from worker.identity.engines import Stages, hold_law, make_runner, running
 from worker.identity.families import (
     NUM_TOKENS,
     Case,
-    cut_behind_pictures,
+    cut_behind_images,
     longest,
     make_case,
-    with_pictures,
+    with_images,
 )
 from worker.identity.law import Law
 from worker.identity.questions import Question
@@ -84,14 +84,14 @@ async def test_answers_are_those_of_transformers_in_chunks_from_caches_and_conti
         await hold_law(Law(case.pairs), route)
         warm = prefill.stats()
         assert warm.prefix_cache_hits - cold.prefix_cache_hits > 100, "no prefix was warm"
-        assert encoder.stats().encoder_cache.misses == misses, "a picture was encoded again"
+        assert encoder.stats().encoder_cache.misses == misses, "an image was encoded again"
     async with stages(case, topology) as (route, _):
         await hold_law(Law(case.pairs, num_delivered=NUM_TOKENS // 3), route)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 async def test_preempted_sequences_answer_the_same(case: Case, topology: str) -> None:
-    """Apart, decode computes text again, and hands back what it has no picture for."""
+    """Apart, decode computes text again, and hands back what it has no image for."""
     layout = make_runner(case.model_dir, *ALL, block_size=BLOCK_SIZE).kv_layout
     assert layout is not None
     num_blocks = 2 * longest(case) // BLOCK_SIZE
@@ -107,7 +107,7 @@ async def test_preempted_sequences_answer_the_same(case: Case, topology: str) ->
                 break
         assert decode.stats().count("preemptions") > 0, "memory was not tight enough to preempt"
         if apart:
-            assert route.num_continued > 0, "no answer with a picture was handed back"
+            assert route.num_continued > 0, "no answer with an image was handed back"
 
 
 @pytest.mark.parametrize("chunk", [4096, 9])
@@ -118,11 +118,11 @@ def test_logits_under_the_reference_tokens_differ_by_rounding_alone(case: Case, 
 
 
 def logit_difference(case: Case, *, chunk: int, bidirectional: bool | None = None) -> float:
-    """The worst of all questions with pictures, while the reference's tokens are fed."""
+    """The worst of all questions with images, while the reference's tokens are fed."""
     stepper = Stepper(make_runner(case.model_dir, block_size=BLOCK_SIZE, kv_memory_bytes=1 << 24))
     if bidirectional is not None:
         stepper.bidirectional = bidirectional
-    pairs = with_pictures(case)
+    pairs = with_images(case)
     sequences = [stepper.start(question, (), max_tokens=NUM_TOKENS) for question, _ in pairs]
     logits = stepper.forced_logits(sequences, [a.token_ids for _, a in pairs], chunk=chunk)
     return max(
@@ -141,14 +141,14 @@ async def test_images_that_are_only_causal_would_answer_otherwise(gemma: Case) -
     worst = logit_difference(gemma, chunk=4096, bidirectional=False)
     print(f"causal images: max |delta logit| {worst:.1e}")
     assert worst > 100 * MAX_LOGIT_DIFFERENCE
-    pictured = Law(with_pictures(gemma))
+    imaged = Law(with_images(gemma))
     async with running(
         make_runner(gemma.model_dir, block_size=BLOCK_SIZE, kv_memory_bytes=1 << 24),
         whole_images=False,
     ) as engine:
         route = Stages.colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
-        pictured.record([await route.ask(question) for question, _ in pictured.pending])
-    assert len(pictured.failures) > len(pictured.pairs) // 2
+        imaged.record([await route.ask(question) for question, _ in imaged.pending])
+    assert len(imaged.failures) > len(imaged.pairs) // 2
 
 
 async def test_a_prefix_hit_inside_an_image_leaves_the_rest_of_it_in_one_chunk(
@@ -157,7 +157,7 @@ async def test_a_prefix_hit_inside_an_image_leaves_the_rest_of_it_in_one_chunk(
     reference = load_reference(gemma.model_dir)
     inside = [
         (question, answer(reference, question, max_tokens=NUM_TOKENS, ignore_eos=True))
-        for question in map(cut_behind_pictures, (q for q, _ in with_pictures(gemma)))
+        for question in map(cut_behind_images, (q for q, _ in with_images(gemma)))
         if num_reusable(question) < question.items[-1].end
     ]
     assert inside, "no image ends inside a block"

@@ -29,8 +29,8 @@ MOST_DIFFERENCE = 0.25
 
 @pytest.fixture(scope="module")
 def asked() -> list[Question]:
-    pictured = [question for question in questions() if question.pictures]
-    return pictured[:NUM_QUESTIONS]
+    imaged = [question for question in questions() if question.prepared_images]
+    return imaged[:NUM_QUESTIONS]
 
 
 @pytest.fixture(scope="module")

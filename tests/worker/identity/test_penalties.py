@@ -40,7 +40,7 @@ async def test_greedy_answers_with_penalty_and_bias_are_those_of_transformers() 
                 repetition_penalty=REPETITION_PENALTY,
                 logit_bias=tuple(biases),
             )
-            await all_ready(engine.encode(request.key, question.pictures))
+            await all_ready(engine.encode(request.key, question.prepared_images))
             request = dataclasses.replace(request, sampling=sampling)
             return await collect(engine, request, for_peer=False)
 

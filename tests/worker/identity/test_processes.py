@@ -169,13 +169,13 @@ def until_end(answer: Answer) -> Answer:
 
 
 def collapsed(question: Question) -> list[int]:
-    """The prompt as a gateway tokenises it: one placeholder per picture."""
+    """The prompt as a gateway tokenises it: one placeholder per image."""
     inside = {p for item in question.items for p in range(item.offset + 1, item.end)}
     return [token for p, token in enumerate(question.token_ids) if p not in inside]
 
 
 def png(question: Question, item: int) -> bytes:
-    """A picture as a client sends it."""
+    """An image as a client sends it."""
     out = io.BytesIO()
     question.images[item].save(out, "PNG")
     return out.getvalue()

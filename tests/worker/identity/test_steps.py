@@ -71,19 +71,21 @@ def test_logits_under_the_reference_tokens_differ_by_rounding_alone(
         assert worst <= MAX_LOGIT_DIFFERENCE
 
 
-def test_a_picture_encoded_among_others_answers_as_one_encoded_alone(shapes_pairs: Pairs) -> None:
+def test_an_image_encoded_among_others_answers_as_one_encoded_alone(shapes_pairs: Pairs) -> None:
     runner = make_runner(SHAPES, 16)
-    pairs = [pair for pair in shapes_pairs if pair[0].pictures][:24]
-    pictures = [picture for question, _ in pairs for picture in question.pictures]
-    assert len({picture.grid_thw for picture in pictures}) > 8, "sizes are too alike to show much"
-    together = runner.encode(pictures)
-    alone = [runner.encode([picture])[0] for picture in pictures]
+    pairs = [pair for pair in shapes_pairs if pair[0].prepared_images][:24]
+    images = [image for question, _ in pairs for image in question.prepared_images]
+    assert len({image.grid_thw for image in images}) > 8, "sizes are too alike to show much"
+    together = runner.encode(images)
+    alone = [runner.encode([image])[0] for image in images]
     worst = max(float((a.rows - b.rows).abs().max()) for a, b in zip(together, alone, strict=True))
     print(f"max |delta row| {worst:.1e}")
     assert worst <= 1e-4
     stepper, queue = Stepper(runner), iter(together)
     sequences = [
-        stepper.start(q, (), max_tokens=MAX_TOKENS, embeddings=[next(queue) for _ in q.pictures])
+        stepper.start(
+            q, (), max_tokens=MAX_TOKENS, embeddings=[next(queue) for _ in q.prepared_images]
+        )
         for q, _ in pairs
     ]
     stepper.generate(sequences, max_tokens=MAX_TOKENS, chunk=4096, eos=EOS)

@@ -1,4 +1,4 @@
-"""Picture files for tests: small ones of every kind, and ones whose pixels are many."""
+"""Image files for tests: small ones of every kind, and ones whose pixels are many."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def with_chunk(png: bytes, kind: bytes, body: bytes) -> bytes:
 
 def small_files() -> dict[str, bytes]:
     """One of every kind that may come in, each a few hundred bytes."""
-    picture = noise(12, 9)
-    grey = picture.convert("L")
+    sample = noise(12, 9)
+    grey = sample.convert("L")
     deep = np.arange(108, dtype=np.uint16).reshape(9, 12) * 600
-    alpha = picture.convert("RGBA")
+    alpha = sample.convert("RGBA")
     alpha.putalpha(grey)
     exif = Image.Exif()
     exif[0x0112] = 6
     return {
-        "PNG": encode(picture),
-        "PNG palette": encode(picture.quantize(8), transparency=3),
+        "PNG": encode(sample),
+        "PNG palette": encode(sample.quantize(8), transparency=3),
         "PNG 16 bits": encode(Image.fromarray(deep)),
-        "PNG 1 bit": encode(picture.convert("1")),
+        "PNG 1 bit": encode(sample.convert("1")),
         "PNG alpha, turned": encode(alpha, exif=exif),
-        "JPEG": encode(picture, "JPEG"),
-        "JPEG progressive": encode(picture, "JPEG", progressive=True),
-        "JPEG CMYK": encode(picture.convert("CMYK"), "JPEG"),
+        "JPEG": encode(sample, "JPEG"),
+        "JPEG progressive": encode(sample, "JPEG", progressive=True),
+        "JPEG CMYK": encode(sample.convert("CMYK"), "JPEG"),
         "JPEG grey, turned": encode(grey, "JPEG", exif=exif),
-        "WebP lossy": encode(picture, "WEBP"),
+        "WebP lossy": encode(sample, "WEBP"),
         "WebP lossless, alpha": encode(alpha, "WEBP", lossless=True),
-        "GIF": encode(picture.quantize(16), "GIF"),
+        "GIF": encode(sample.quantize(16), "GIF"),
     }
 
 

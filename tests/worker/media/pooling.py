@@ -1,4 +1,4 @@
-"""What tests of the media pool share: pictures, what a gateway says of them, other processes."""
+"""What tests of the media pool share: images, what a gateway says of them, other processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ UNLIMITED = ImageLimits(max_bytes=1 << 30, max_pixels=1 << 40, max_side=1 << 20)
 
 
 class Heard:
-    """What a pool tells of its pictures."""
+    """What a pool tells of its images."""
 
     def __init__(self) -> None:
         self.times: list[MediaTimes] = []

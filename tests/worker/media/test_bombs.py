@@ -95,7 +95,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @pytest.mark.parametrize("fmt", OF_SIZE)
-async def test_the_largest_picture_passes_within_a_childs_bounds(fmt: str, pool: MediaPool) -> None:
+async def test_the_largest_image_passes_within_a_childs_bounds(fmt: str, pool: MediaPool) -> None:
     (child,) = pool.pids
     idle, begun = peak_bytes(child), cpu_seconds(child)
     data = OF_SIZE[fmt](SIDE, SIDE)
@@ -106,7 +106,7 @@ async def test_the_largest_picture_passes_within_a_childs_bounds(fmt: str, pool:
     assert pool.pids == {child}
 
 
-async def test_with_alpha_the_largest_picture_passes_too(pool: MediaPool) -> None:
+async def test_with_alpha_the_largest_image_passes_too(pool: MediaPool) -> None:
     image = Image.new("RGBA", (SIDE, SIDE), (9, 80, 200, 128))
     data = encode(image, "WEBP", lossless=True, method=0)
     (child,) = pool.pids
@@ -160,7 +160,7 @@ def test_sixty_text_chunks_of_a_megabyte_cost_little_too() -> None:
     assert took < 3 * 0.5
 
 
-async def test_sixteen_large_pictures_starve_no_small_one() -> None:
+async def test_sixteen_large_images_starve_no_small_one() -> None:
     """One place is never theirs."""
     large = OF_SIZE["PNG"](SIDE, SIDE)
     pool = MediaPool(FAMILY.processor, model_revision="r", settings=MediaSettings(num_children=2))
@@ -171,7 +171,7 @@ async def test_sixteen_large_pictures_starve_no_small_one() -> None:
     await until(lambda: 0 < pool.num_waiting < 16)  # the first one is being decoded
     beside = await _small_ones(pool)
     assert pool.num_waiting >= 8  # the others waited all the time
-    print(f"a small picture: {alone * 1e3:.1f} ms, beside 16 large ones {beside * 1e3:.1f} ms")
+    print(f"a small image: {alone * 1e3:.1f} ms, beside 16 large ones {beside * 1e3:.1f} ms")
     for bomb in bombs:
         bomb.cancel()
     await asyncio.gather(*bombs, return_exceptions=True)

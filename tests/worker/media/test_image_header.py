@@ -23,11 +23,11 @@ def encode(image: Image.Image, fmt: str, **options: object) -> bytes:
     return out.getvalue()
 
 
-def picture(width: int = 40, height: int = 20, mode: str = "RGB") -> Image.Image:
+def sample(width: int = 40, height: int = 20, mode: str = "RGB") -> Image.Image:
     return Image.linear_gradient("L").resize((width, height)).convert(mode)
 
 
-SAMPLES = {fmt: encode(picture(), fmt) for fmt in FORMATS}
+SAMPLES = {fmt: encode(sample(), fmt) for fmt in FORMATS}
 
 
 def refused(data: bytes, **options: object) -> InvalidImageError:
@@ -50,7 +50,7 @@ def png(width: int, height: int, *chunks: tuple[bytes, bytes], bits: int = 8) ->
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("size", [(1, 1), (40, 20), (333, 777)])
 def test_format_and_size_are_read(fmt: str, size: tuple[int, int]) -> None:
-    header = read_header(encode(picture(*size), fmt), item=0)
+    header = read_header(encode(sample(*size), fmt), item=0)
     assert header == ImageHeader(fmt, *size, orientation=1, bits=8)
 
 
@@ -63,12 +63,12 @@ def test_format_and_size_are_read(fmt: str, size: tuple[int, int]) -> None:
     ],
 )
 def test_variants_of_a_format_are_read(fmt: str, options: dict[str, object]) -> None:
-    header = read_header(encode(picture(), fmt, **options), item=0)
+    header = read_header(encode(sample(), fmt, **options), item=0)
     assert (header.width, header.height) == (40, 20)
 
 
 def test_webp_with_alpha_is_read_from_its_extended_header() -> None:
-    data = encode(picture(mode="RGBA"), "WEBP", exif=Image.Exif(), icc_profile=b"x" * 200)
+    data = encode(sample(mode="RGBA"), "WEBP", exif=Image.Exif(), icc_profile=b"x" * 200)
     assert b"VP8X" in data
     header = read_header(data, item=0)
     assert (header.width, header.height) == (40, 20)
@@ -79,7 +79,7 @@ def test_webp_with_alpha_is_read_from_its_extended_header() -> None:
 def test_exif_orientation_turns_the_size(fmt: str, value: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = value
-    header = read_header(encode(picture(), fmt, exif=exif), item=0)
+    header = read_header(encode(sample(), fmt, exif=exif), item=0)
     assert header.orientation == value
     assert (header.width, header.height) == ((20, 40) if value >= 5 else (40, 20))
 
@@ -115,12 +115,12 @@ def test_a_megabyte_of_exif_costs_nothing() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(encode(picture(), "TIFF"), id="TIFF"),
-        pytest.param(encode(picture(), "BMP"), id="BMP"),
-        pytest.param(encode(picture(), "ICO"), id="ICO"),
-        pytest.param(encode(picture(), "PPM"), id="PPM"),
-        pytest.param(encode(picture(), "EPS"), id="EPS"),
-        pytest.param(encode(picture(), "PDF"), id="PDF"),
+        pytest.param(encode(sample(), "TIFF"), id="TIFF"),
+        pytest.param(encode(sample(), "BMP"), id="BMP"),
+        pytest.param(encode(sample(), "ICO"), id="ICO"),
+        pytest.param(encode(sample(), "PPM"), id="PPM"),
+        pytest.param(encode(sample(), "EPS"), id="EPS"),
+        pytest.param(encode(sample(), "PDF"), id="PDF"),
         pytest.param(b"8BPS\0\x01" + bytes(60), id="PSD"),
         pytest.param(b'<svg xmlns="http://www.w3.org/2000/svg"/>', id="SVG"),
         pytest.param(b"\0\0\0\x18ftypheic" + bytes(40), id="HEIC"),
@@ -130,7 +130,7 @@ def test_a_megabyte_of_exif_costs_nothing() -> None:
         pytest.param(b"", id="nothing"),
         pytest.param(b"hello", id="text"),
         pytest.param(b"RIFF\0\0\0\0WAVE", id="another RIFF"),
-        pytest.param(b"%!PS\n" + encode(picture(), "PNG"), id="PNG behind PostScript"),
+        pytest.param(b"%!PS\n" + encode(sample(), "PNG"), id="PNG behind PostScript"),
     ],
 )
 def test_other_formats_are_refused_by_their_first_bytes(data: bytes) -> None:
@@ -140,12 +140,12 @@ def test_other_formats_are_refused_by_their_first_bytes(data: bytes) -> None:
 
 
 def test_a_polyglot_is_what_its_first_bytes_say() -> None:
-    data = encode(picture(), "GIF") + b"<script>alert(1)</script>%PDF-1.4"
+    data = encode(sample(), "GIF") + b"<script>alert(1)</script>%PDF-1.4"
     assert read_header(data, item=0).format == "GIF"
 
 
 def test_a_media_type_must_agree_with_the_content() -> None:
-    data = encode(picture(), "PNG")
+    data = encode(sample(), "PNG")
     assert read_header(data, item=0, mime_type="IMAGE/PNG").format == "PNG"
     assert refused(data, mime_type="image/jpeg").code == "image_type_mismatch"
     assert refused(data, mime_type="image/svg+xml").code == "unsupported_image_format"
@@ -179,18 +179,18 @@ def test_exactly_the_limit_may_pass_and_one_more_may_not() -> None:
     assert str(limits.max_bytes) in str(error)
 
 
-def test_narrow_pictures_are_refused_and_200_to_1_is_not() -> None:
+def test_narrow_images_are_refused_and_200_to_1_is_not() -> None:
     assert read_header(png(2000, 10), item=0).width == 2000
     assert refused(png(2001, 10)).code == "image_aspect_ratio"
     assert refused(png(1, 8000)).code == "image_aspect_ratio"
 
 
-def test_pictures_without_pixels_are_refused() -> None:
+def test_images_without_pixels_are_refused() -> None:
     assert "0x5" in str(refused(png(0, 5)))
 
 
 def animation(fmt: str, count: int) -> bytes:
-    frames = [picture().rotate(10 * i) for i in range(count)]
+    frames = [sample().rotate(10 * i) for i in range(count)]
     return encode(frames[0], fmt, save_all=True, append_images=frames[1:], duration=10)
 
 

@@ -1,4 +1,4 @@
-"""Damaged pictures by the thousand, through real decode children: a picture, or one typed error.
+"""Damaged images by the thousand, through real decode children: an image, or one typed error.
 
 make test        5,000          make test-full   100,000
 """
@@ -24,7 +24,7 @@ from vlm_worker.media.pool import DECODE_MEMORY_BYTES, MediaPool, MediaSettings
 from vlm_worker.media.settings import REFUSALS
 
 FILES = small_files()
-# What the child meets must be able to hurt it: small pictures alone would never be slow.
+# What the child meets must be able to hurt it: small images alone would never be slow.
 LARGER = {f"{fmt} 700x500": make(700, 500) for fmt, make in OF_SIZE.items()}
 HEADER_SECONDS = 0.005
 LONG = (pytest.mark.full, pytest.mark.timeout(3600))
@@ -83,7 +83,7 @@ class Tally:
         patches = np.frombuffer(prepared.patches, np.float32)
         assert patches.size == math.prod(prepared.grid_thw) * FAMILY.processor.patch_dim
         assert np.isfinite(patches).all()
-        self.ended["a picture"] += 1
+        self.ended["an image"] += 1
 
     def _refused(self, where: str, error: InvalidImageError) -> None:
         assert error.code in REFUSALS
@@ -119,7 +119,7 @@ def _status(pid: int, name: str) -> int:
 
 
 @pytest.mark.parametrize("num_files", [5_000, pytest.param(100_000, marks=LONG)], ids="{:,}".format)
-async def test_a_damaged_file_is_a_picture_or_one_typed_error(num_files: int) -> None:
+async def test_a_damaged_file_is_an_image_or_one_typed_error(num_files: int) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     tally, heard = await storm(num_files, seed)
@@ -129,16 +129,16 @@ async def test_a_damaged_file_is_a_picture_or_one_typed_error(num_files: int) ->
     print(f"refused at the header in {p99 * 1e3:.2f} ms (p99, promised {HEADER_SECONDS * 1e3:g})")
     print(f"the child grew by {tally.peak_bytes >> 20} MiB")
     assert tally.ended.total() == num_files
-    assert tally.ended["a picture"] > num_files / 20
+    assert tally.ended["an image"] > num_files / 20
     assert tally.ended["child: invalid_image"] > num_files / 20
     assert len(header) > num_files / 20
-    assert len(heard.times) == tally.ended["a picture"] + 1
+    assert len(heard.times) == tally.ended["an image"] + 1
     assert tally.peak_bytes <= DECODE_MEMORY_BYTES
     assert p99 <= 3 * HEADER_SECONDS
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_cut_off_file_is_never_a_grey_picture(name: str) -> None:
+def test_a_cut_off_file_is_never_a_grey_image(name: str) -> None:
     """Without its very end it may still hold all pixels; then they are the right ones."""
     whole = FILES[name]
     wanted = decode_rgb(whole, read_header(whole, item=0))

@@ -79,7 +79,7 @@ def test_from_a_file_the_patches_are_those_of_transformers(mode: str) -> None:
     np.testing.assert_array_equal(patches, wanted)
 
 
-def test_patches_are_finite_for_extreme_pictures() -> None:
+def test_patches_are_finite_for_extreme_images() -> None:
     for value in (0, 255):
         rgb = np.full((28, 28, 3), value, np.uint8)
         assert np.isfinite(make_patches(rgb, CLIP, CLIP.geometry(28, 28))).all()

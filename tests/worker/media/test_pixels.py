@@ -1,4 +1,4 @@
-"""The model sees what a person sees: golden pixels, and no damaged file passes for a picture."""
+"""The model sees what a person sees: golden pixels, and no damaged file passes for an image."""
 
 import io
 import random
@@ -83,7 +83,7 @@ def test_alpha_lies_over_white(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("height", [STRIP_ROWS - 1, STRIP_ROWS, 2 * STRIP_ROWS + 3])
-def test_a_picture_of_many_strips_is_the_one_that_is_laid_over_white_whole(height: int) -> None:
+def test_an_image_of_many_strips_is_the_one_that_is_laid_over_white_whole(height: int) -> None:
     image = noise(7, height).convert("RGBA")
     image.putalpha(noise(7, height, seed=1).convert("L"))
     white = Image.new("RGBA", image.size, "white")
@@ -221,7 +221,7 @@ def test_ycck_becomes_rgb(stored: tuple[int, int, int, int], wanted: tuple[int, 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "L"])
 @pytest.mark.parametrize("value", [0, 255])
-def test_a_picture_of_one_value_has_finite_patches(mode: str, value: int) -> None:
+def test_an_image_of_one_value_has_finite_patches(mode: str, value: int) -> None:
     channels = len(Image.new(mode, (1, 1)).getbands())
     flat = Image.new(mode, (30, 20), (value,) * channels if channels > 1 else value)
     rgb = decode(encode(flat, "PNG"))
@@ -251,7 +251,7 @@ def test_a_transparent_gif_lies_on_white() -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_plain_picture_is_what_pillow_reads(fmt: str) -> None:
+def test_a_plain_image_is_what_pillow_reads(fmt: str) -> None:
     data = encode(Image.effect_noise((65, 33), 60).convert("RGB"), fmt)
     with Image.open(io.BytesIO(data)) as image:
         wanted = np.asarray(image.convert("RGB"))
@@ -259,7 +259,7 @@ def test_a_plain_picture_is_what_pillow_reads(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_flipped_bytes_give_a_picture_or_the_one_error(fmt: str) -> None:
+def test_flipped_bytes_give_an_image_or_the_one_error(fmt: str) -> None:
     """In process, to see what the decoders raise; their crashes are the pool's tests."""
     rng = random.Random(7)
     whole = encode(Image.effect_noise((24, 16), 60).convert("RGB"), fmt)
@@ -310,7 +310,7 @@ SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 90), st.sampled_from(FORMA
 
 @settings(max_examples=40)
 @given(shapes=st.lists(SHAPES, min_size=2, max_size=6), turned=st.booleans())
-def test_pictures_that_follow_each_other_on_one_canvas_are_those_on_their_own(
+def test_images_that_follow_each_other_on_one_canvas_are_those_on_their_own(
     shapes: list[tuple[int, int, str]], turned: bool
 ) -> None:
     canvas, exif = Canvas(), Image.Exif()
@@ -322,7 +322,7 @@ def test_pictures_that_follow_each_other_on_one_canvas_are_those_on_their_own(
         np.testing.assert_array_equal(found, decode_rgb(data, header))
 
 
-def test_a_canvas_keeps_memory_for_a_picture_no_larger_and_drops_it_for_pillow() -> None:
+def test_a_canvas_keeps_memory_for_an_image_no_larger_and_drops_it_for_pillow() -> None:
     canvas = Canvas()
     jpeg, png = (encode(noise(60, 40), fmt) for fmt in ("JPEG", "PNG"))
     first, second = (decode_rgb(jpeg, read_header(jpeg, item=0), canvas=canvas) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Pictures of one size, bit for bit as transformers makes them."""
+"""Images of one size, bit for bit as transformers makes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def planes(rgb: np.ndarray, processor: FixedProcessor) -> np.ndarray:
 
 @settings(max_examples=40)
 @given(width=st.integers(1, 500), height=st.integers(1, 500), edge=st.sampled_from([112, 131]))
-def test_a_resized_and_cropped_picture_is_that_of_transformers(
+def test_a_resized_and_cropped_image_is_that_of_transformers(
     width: int, height: int, edge: int
 ) -> None:
     rgb = noise(width, height)
@@ -61,7 +61,7 @@ def test_a_resized_and_cropped_picture_is_that_of_transformers(
 
 @settings(max_examples=40)
 @given(width=st.integers(1, 500), height=st.integers(1, 500))
-def test_a_stretched_picture_is_that_of_transformers(width: int, height: int) -> None:
+def test_a_stretched_image_is_that_of_transformers(width: int, height: int) -> None:
     rgb = noise(width, height)
     made = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})(
         images=Image.fromarray(rgb), return_tensors="np"
@@ -69,7 +69,7 @@ def test_a_stretched_picture_is_that_of_transformers(width: int, height: int) ->
     np.testing.assert_array_equal(planes(rgb, GEMMA), made["pixel_values"])
 
 
-def test_a_picture_too_narrow_to_keep_its_shape_is_refused_and_a_stretched_one_is_not() -> None:
+def test_an_image_too_narrow_to_keep_its_shape_is_refused_and_a_stretched_one_is_not() -> None:
     with pytest.raises(InvalidRequestError, match="200 times"):
         CLIP.geometry(1, MAX_ASPECT_RATIO + 1)
     assert GEMMA.geometry(1, 5000).num_tokens == 16
@@ -78,7 +78,7 @@ def test_a_picture_too_narrow_to_keep_its_shape_is_refused_and_a_stretched_one_i
 
 
 @pytest.mark.parametrize("processor", [CLIP, GEMMA], ids=["cropped", "stretched"])
-async def test_children_prepare_such_pictures_up_to_the_most_extreme(
+async def test_children_prepare_such_images_up_to_the_most_extreme(
     processor: FixedProcessor,
 ) -> None:
     config = ChildConfig(processor, "r", 1 << 29, 2)

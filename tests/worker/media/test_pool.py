@@ -87,7 +87,7 @@ async def test_a_promise_that_the_file_does_not_keep_is_refused(pool: MediaPool)
         await pool.prepare(data, ImageSpec(2, "PNG", 60, 40, good.num_tokens, 0, bytes(65)))
 
 
-async def test_a_damaged_file_is_the_pictures_error_and_the_child_lives(
+async def test_a_damaged_file_is_the_images_error_and_the_child_lives(
     pool: MediaPool, heard: Heard
 ) -> None:
     before = pool.pids

@@ -1,4 +1,4 @@
-"""Decode children die; the pool, and every other picture, live on. Real processes throughout."""
+"""Decode children die; the pool, and every other image, live on. Real processes throughout."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from vlm_worker.media.decode_channel import ChildConfig, DecodeChild
 from vlm_worker.media.pool import MediaPool, MediaSettings
 
 
-async def test_a_frozen_child_is_replaced_and_the_picture_still_decoded() -> None:
+async def test_a_frozen_child_is_replaced_and_the_image_still_decoded() -> None:
     pool = MediaPool(
         FAMILY.processor,
         model_revision="r",
@@ -28,7 +28,7 @@ async def test_a_frozen_child_is_replaced_and_the_picture_still_decoded() -> Non
     await pool.close()
 
 
-async def test_a_child_that_is_killed_is_replaced_and_the_picture_still_decoded(
+async def test_a_child_that_is_killed_is_replaced_and_the_image_still_decoded(
     pool: MediaPool,
 ) -> None:
     (killed,) = pool.pids
@@ -39,7 +39,7 @@ async def test_a_child_that_is_killed_is_replaced_and_the_picture_still_decoded(
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSEGV, signal.SIGABRT, signal.SIGXCPU])
-async def test_a_picture_that_crashes_the_decoder_is_not_tried_again(
+async def test_an_image_that_crashes_the_decoder_is_not_tried_again(
     pool: MediaPool, fault: signal.Signals
 ) -> None:
     (crashed,) = pool.pids
@@ -51,8 +51,8 @@ async def test_a_picture_that_crashes_the_decoder_is_not_tried_again(
     await works(pool)
 
 
-async def test_cpu_time_is_bounded_per_picture(pool: MediaPool) -> None:
-    """The kernel's limit counts a whole life; many pictures must not use it up together."""
+async def test_cpu_time_is_bounded_per_image(pool: MediaPool) -> None:
+    """The kernel's limit counts a whole life; many images must not use it up together."""
     (child,) = pool.pids
     data = encode(noise(2000, 2000), "PNG", compress_level=1)
     spec = spec_of(data)
@@ -65,7 +65,7 @@ async def test_cpu_time_is_bounded_per_picture(pool: MediaPool) -> None:
     assert pool.pids == {child}
 
 
-async def test_a_cancelled_picture_gives_its_child_back(pool: MediaPool) -> None:
+async def test_a_cancelled_image_gives_its_child_back(pool: MediaPool) -> None:
     data = encode(noise(2000, 2000))
     spec = spec_of(data)
     task = asyncio.create_task(pool.prepare(data, spec))

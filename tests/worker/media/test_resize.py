@@ -101,9 +101,9 @@ def test_patches_are_those_that_numpy_cuts(
     geometry = Geometry(rows * patch, columns * patch, (1, rows, columns), tokens[0] * tokens[1])
     shape = (geometry.height, geometry.width, 3)
     rgb = np.random.default_rng(5).integers(0, 256, shape, dtype=np.uint8)
-    for picture in (rgb, rgb[::-1]):
-        found = PatchExtractor(library).cut(picture, processor, geometry)
-        np.testing.assert_array_equal(found, PatchExtractor().cut(picture, processor, geometry))
+    for image in (rgb, rgb[::-1]):
+        found = PatchExtractor(library).cut(image, processor, geometry)
+        np.testing.assert_array_equal(found, PatchExtractor().cut(image, processor, geometry))
 
 
 def test_views_are_resized_as_what_they_show(resizer: Resizer) -> None:
@@ -114,7 +114,7 @@ def test_views_are_resized_as_what_they_show(resizer: Resizer) -> None:
 
 
 @pytest.mark.parametrize("resample", [0, 2, 3])
-def test_a_picture_of_the_wanted_size_stays_as_it_is(resizer: Resizer, resample: int) -> None:
+def test_an_image_of_the_wanted_size_stays_as_it_is(resizer: Resizer, resample: int) -> None:
     rgb = np.random.default_rng(4).integers(0, 256, (50, 60, 3), dtype=np.uint8)
     assert resizer.resize(rgb, 50, 60, resample=resample) is rgb
     np.testing.assert_array_equal(rgb, pillow(rgb, 50, 60, resample))
@@ -144,7 +144,7 @@ except MemoryError as error:
 """
 
 
-def test_a_picture_that_memory_is_bounded_for_is_an_error_and_ends_no_process() -> None:
+def test_an_image_that_memory_is_bounded_for_is_an_error_and_ends_no_process() -> None:
     places = libraries.Places.of(os.environ)  # noqa: TID251  as above
     library = str(libraries.build(libraries.supported()[0], places))
     done = subprocess.run(

@@ -71,7 +71,7 @@ def test_a_jpeg_is_as_small_as_is_enough_and_never_smaller(
 @pytest.mark.parametrize(
     "processor", [FAMILY.processor, CLIP, GEMMA], ids=["own", "cut", "stretched"]
 )
-def test_patches_of_a_smooth_picture_are_nearly_those_of_all_its_pixels(
+def test_patches_of_a_smooth_image_are_nearly_those_of_all_its_pixels(
     orientation: int, processor: Processor
 ) -> None:
     data = jpeg(smooth(1900, 1500), orientation, quality=95)
@@ -105,7 +105,7 @@ def ended(data: bytes, enough: tuple[int, int] | None) -> str:
         decode_rgb(data, read_header(data, item=0, limits=SMALL), enough=enough)
     except (InvalidImageError, UndecodableError) as error:
         return str(error)
-    return "a picture"
+    return "an image"
 
 
 def test_a_damaged_jpeg_ends_the_same_however_it_is_decoded() -> None:
@@ -121,7 +121,7 @@ def test_a_damaged_jpeg_ends_the_same_however_it_is_decoded() -> None:
         exact = ended(data, None)
         assert ended(data, (20, 16)) == exact
         ends.add(exact)
-    assert {"a picture", "the JPEG is damaged or cut off"} <= ends
+    assert {"an image", "the JPEG is damaged or cut off"} <= ends
 
 
 def test_a_smaller_decode_has_a_key_of_its_own() -> None:
@@ -167,7 +167,7 @@ async def test_a_pool_that_scales_shares_keys_where_pixels_are_the_same(
     assert (exact.grid_thw, exact.num_tokens) == (scaled.grid_thw, scaled.num_tokens)
 
 
-async def test_a_pool_that_scales_cuts_the_middle_of_the_picture_out() -> None:
+async def test_a_pool_that_scales_cuts_the_middle_of_the_image_out() -> None:
     data = jpeg(smooth(1203, 701))
     spec = dataclasses.replace(spec_of(data), num_tokens=CLIP.max_tokens)
     exact = await prepared_by(data, CLIP, spec, scaled_jpeg=False)

@@ -47,14 +47,14 @@ def test_memory_of_graphs_is_kept_from_the_cache() -> None:
     assert 0 < graphs < plain
 
 
-def test_pictures_beside_steps_answer_as_pictures_in_turn() -> None:
+def test_images_beside_steps_answer_as_images_in_turn() -> None:
     settings = RunnerSettings(
         SHAPES, tuple(Stage), dtype="float32", block_size=16, kv_memory_bytes=64 << 20,
         device="cuda", max_graph_seqs=4,
     )  # fmt: skip
     runner = build_runner(settings)
     text = Question("text", (), tuple(range(10, 34)), (), ())
-    asked = [q for q in questions(per_task=1) if q.pictures]
+    asked = [q for q in questions(per_task=1) if q.prepared_images]
     answers: list[list[list[int]]] = []
     for is_beside in (False, True):
         stepper = Stepper(runner)
@@ -62,7 +62,7 @@ def test_pictures_beside_steps_answer_as_pictures_in_turn() -> None:
         stepper.generate([decoding], max_tokens=1, chunk=64, eos=None)
         told = []
         for question in asked:
-            future = runner.encode_async(lambda q=question: runner.encode(q.pictures))
+            future = runner.encode_async(lambda q=question: runner.encode(q.prepared_images))
             assert future is not None, "both halves are here, on one stream"
             embeddings = future.result() if not is_beside else None
             count = len(decoding.answer) + 2

@@ -60,17 +60,17 @@ def test_a_role_holds_its_own_weights_and_no_others(
     assert absent == set(left_out)
 
 
-def test_pictures_encoded_together_are_those_of_transformers(model_dir: Path) -> None:
+def test_images_encoded_together_are_those_of_transformers(model_dir: Path) -> None:
     runner = build_runner(RunnerSettings(model_dir, (Stage.ENCODER,), dtype="float32"))
     family = runner.family
     questions = random_questions(model_dir, family, count=9, seed=0)
-    pictures = [picture for question in questions for picture in question.pictures]
-    together = runner.encode(pictures)
+    images = [image for question in questions for image in question.prepared_images]
+    together = runner.encode(images)
     whole = reference(model_dir)
-    for picture, embedding in zip(pictures, together, strict=True):
-        values = torch.frombuffer(bytearray(picture.patches), dtype=torch.float32)
+    for image, embedding in zip(images, together, strict=True):
+        values = torch.frombuffer(bytearray(image.patches), dtype=torch.float32)
         if "qwen" in family.model_type:
-            grid = torch.tensor([picture.grid_thw])
+            grid = torch.tensor([image.grid_thw])
             made = whole.get_image_features(values.view(int(grid.prod()), -1), image_grid_thw=grid)
         else:
             side = whole.config.vision_config.image_size

@@ -127,7 +127,7 @@ def test_a_worker_tells_what_its_weights_are(flags: tuple[str, ...], told: str) 
 def test_a_batch_in_int8_answers_as_its_questions_do_alone() -> None:
     """Codes are of one row: no other row, and no chunk, changes them."""
     runner = _runner("int8")
-    asked = [question for question in questions() if len(question.pictures) == 1][:3]
+    asked = [question for question in questions() if len(question.prepared_images) == 1][:3]
     together = _logits(runner, asked)
     alone = [_logits(runner, [question])[0] for question in asked]
     for some, one in zip(together, alone, strict=True):
@@ -136,7 +136,7 @@ def test_a_batch_in_int8_answers_as_its_questions_do_alone() -> None:
 
 
 def test_the_logits_stay_near_those_of_bfloat16() -> None:
-    asked = [question for question in questions() if len(question.pictures) == 1][:3]
+    asked = [question for question in questions() if len(question.prepared_images) == 1][:3]
     exact, rounded = (np.concatenate(_logits(_runner(w), asked)) for w in ("auto", "int8"))
     assert np.abs(rounded - exact).max() > 0, "int8 took effect"
     assert np.sqrt(((rounded - exact) ** 2).mean()) < 0.15 * exact.std()

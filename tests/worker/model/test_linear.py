@@ -111,7 +111,7 @@ def test_other_types_and_devices_stay_plain() -> None:
 
 @needs_bfloat16
 def test_a_packed_model_computes_what_a_plain_one_does() -> None:
-    question = next(question for question in questions() if len(question.pictures) == 1)
+    question = next(question for question in questions() if len(question.prepared_images) == 1)
     answer = list(range(10, 18))
 
     def logits(runner: ModelRunner) -> np.ndarray:

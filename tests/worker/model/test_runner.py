@@ -1,4 +1,4 @@
-"""What enters and leaves a runner: bytes, blocks, pictures, figures."""
+"""What enters and leaves a runner: bytes, blocks, images, figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runner() -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def seen() -> Question:
-    return next(question for question in questions() if len(question.pictures) == 2)
+    return next(question for question in questions() if len(question.prepared_images) == 2)
 
 
 def test_layouts_say_what_the_model_is(runner: ModelRunner) -> None:
@@ -72,9 +72,9 @@ def test_blocks_of_int8_count_their_scales_and_fit_no_other() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_embedding_crosses_as_bytes(seen: Question, dtype: str) -> None:
     runner = build_runner(dataclasses.replace(SETTINGS, dtype=dtype))
-    (embedding, _) = runner.encode(seen.pictures)
+    (embedding, _) = runner.encode(seen.prepared_images)
     assert not isinstance(embedding, Exception)
-    num_tokens = seen.pictures[0].num_tokens
+    num_tokens = seen.prepared_images[0].num_tokens
     rows = runner.export_embedding(embedding)
     assert rows.nbytes == num_tokens * runner.embed_layout.row_bytes
     assert runner.embedding_bytes(embedding) == rows.nbytes
@@ -114,7 +114,7 @@ def test_a_sequence_goes_on_where_its_blocks_go(seen: Question, dtype: str, kv_d
 
 
 def test_no_token_is_read_as_another_one(runner: ModelRunner, seen: Question) -> None:
-    """An id without a row ends the step; a placeholder without one is its picture's."""
+    """An id without a row ends the step; a placeholder without one is its image's."""
     stepper = Stepper(runner)
     sequence = stepper.start(seen, (), max_tokens=8)
     index = next(i for i, token in enumerate(seen.token_ids) if token > 10)
@@ -142,8 +142,8 @@ def test_a_placeholder_may_lie_beyond_the_table(runner: ModelRunner, seen: Quest
     assert answers[0] == answers[1]
 
 
-def test_one_bad_picture_of_a_batch_fails_alone(runner: ModelRunner, seen: Question) -> None:
-    good, other = seen.pictures
+def test_one_bad_image_of_a_batch_fails_alone(runner: ModelRunner, seen: Question) -> None:
+    good, other = seen.prepared_images
     poisoned = np.frombuffer(other.patches, np.float32).copy()
     poisoned[7] = np.nan
     batch = [
@@ -192,7 +192,7 @@ def test_poisoned_memory_fails_its_own_sequence_and_is_clean_when_written_again(
 def test_an_encoder_has_no_kv_and_a_language_model_no_eyes(seen: Question) -> None:
     lm = build_runner(dataclasses.replace(SETTINGS, stages=(Stage.DECODE,)))
     with pytest.raises(EngineError, match="stage encoder is not loaded"):
-        lm.encode(seen.pictures)
+        lm.encode(seen.prepared_images)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_other_convolutions_stay(options: dict) -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_pictures_of_one_size_attend_to_themselves(dtype: torch.dtype, tolerance: float) -> None:
+def test_images_of_one_size_attend_to_themselves(dtype: torch.dtype, tolerance: float) -> None:
     q, k, v = torch.randn(3, 2, 5, 4, 24).to(dtype).transpose(2, 3)
     got, _ = planes_forward(None, q, k, v, None, scaling=0.4)
     want = nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.4)
@@ -91,14 +91,14 @@ def test_blocks_in_one_call_give_what_their_kernels_give_one_by_one(
     family = load_family(model_dir)
     model = load_model(model_dir, [Stage.ENCODER], dtype="bfloat16", weights=weights).model
     encoder = ImageEncoder(model, family.processor, device=torch.device("cpu"))
-    pictures = random_questions(model_dir, family, count=3, seed=0)[2].pictures
+    images = random_questions(model_dir, family, count=3, seed=0)[2].prepared_images
     blocks = [module for module in model.modules() if isinstance(module, VisionBlock)]
     assert blocks
     assert all((block.native is None) == block.is_joined for block in blocks)
-    together = _rows(encoder.encode(pictures))
+    together = _rows(encoder.encode(images))
     for block in blocks:
         block.native, block.is_joined = None, False
-    assert torch.equal(_rows(encoder.encode(pictures)), together)
+    assert torch.equal(_rows(encoder.encode(images)), together)
 
 
 @pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")

@@ -110,7 +110,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("flags", [(), ("--split",)], ids=["one process", "a process per role"])
-async def test_it_answers_about_a_image_and_ctrl_c_leaves_nothing(flags: tuple[str, ...]) -> None:
+async def test_it_answers_about_an_image_and_ctrl_c_leaves_nothing(flags: tuple[str, ...]) -> None:
     async with served(*flags) as (process, url, told):
         assert await ask_about_a_red_circle(url) == "red"
         metrics = await metrics_of(told)

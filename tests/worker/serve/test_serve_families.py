@@ -43,7 +43,7 @@ def theirs(model_dir: Path, image: Image.Image) -> tuple[str, int]:
         pytest.param("llava", ("--split",), id="llava, split", marks=pytest.mark.full),
     ],
 )
-async def test_a_chat_about_a_image_is_answered_as_by_transformers(
+async def test_a_chat_about_an_image_is_answered_as_by_transformers(
     tmp_path: Path, model_type: str, flags: tuple[str, ...]
 ) -> None:
     model_dir = make_checkpoint(tmp_path / model_type, model_type)

@@ -156,12 +156,12 @@ def swap_requests(frames: list[bytes], transfer: Transfer, draw: random.Random) 
 
 
 def swap_items(frames: list[bytes], transfer: Transfer, draw: random.Random) -> list[bytes]:
-    """Of another picture of the same request and size."""
+    """Of another image of the same request and size."""
     return _mixed(frames, transfer, draw, name="t-another")
 
 
 def other_content(frames: list[bytes], transfer: Transfer, draw: random.Random) -> list[bytes]:
-    """Of the same transfer, made from other tokens, pictures or salt."""
+    """Of the same transfer, made from other tokens, images or salt."""
     return _mixed(frames, transfer, draw, content=draw.randbytes(32))
 
 

@@ -63,11 +63,11 @@ def _door(codec: Codec[Any], value: Any) -> Door:
 
 def server_doors() -> dict[str, Door]:
     """What a worker is asked, by call."""
-    pictures = (
+    images = (
         messages.EncodeItem("e-1", 100, 64, 48, 4, 0, "PNG"),
         messages.EncodeItem("e-2", 90, 64, 48, 4, 0, "PNG"),
     )
-    encoding = messages.EncodeCall(KEY, pictures, b"s" * 32)
+    encoding = messages.EncodeCall(KEY, images, b"s" * 32)
     prefilling = messages.PrefillCall(REQUEST, "t-1", (SOURCE,))
     decoding = messages.DecodeCall(REQUEST, "res-1", SOURCE, b"b" * 16)
     fetch = messages.FetchCall("t-1", b"b" * 16, b"f" * 16, KEY, 3, "shared-memory", b"i" * 16)

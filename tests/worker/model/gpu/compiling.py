@@ -1,4 +1,4 @@
-"""Models whose layers are compiled, and pictures for them: on any device, with any kernels."""
+"""Models whose layers are compiled, and images for them: on any device, with any kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runner_of(model_dir: Path, device: torch.device, *, weights: str = "auto") -
     return ModelRunner(loaded, "", kv_layout=layout, num_blocks=32)
 
 
-def pictures(family: Family, sides: Sequence[int]) -> list[PreparedImage]:
+def images(family: Family, sides: Sequence[int]) -> list[PreparedImage]:
     """Square ones."""
     rng = np.random.default_rng(sum(sides))
     made = []
@@ -57,20 +57,20 @@ def pictures(family: Family, sides: Sequence[int]) -> list[PreparedImage]:
 
 
 def rows(runner: ModelRunner, batches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Of all pictures, a call for each batch."""
-    found = [one for sides in batches for one in runner.encode(pictures(runner.family, sides))]
+    """Of all images, a call for each batch."""
+    found = [one for sides in batches for one in runner.encode(images(runner.family, sides))]
     errors = [one for one in found if isinstance(one, Exception)]
     assert not errors, errors
     return [one.rows.cpu() for one in found]
 
 
 def answer(runner: ModelRunner) -> list[int]:
-    """To text and a picture."""
-    (picture,) = pictures(runner.family, (56,))
-    token_ids = (10, *[runner.family.image_token_id] * picture.num_tokens, 11, 12)
-    item = ImageItem(picture.image_key, 1, picture.num_tokens, picture.grid_thw)
+    """To text and an image."""
+    (image,) = images(runner.family, (56,))
+    token_ids = (10, *[runner.family.image_token_id] * image.num_tokens, 11, 12)
+    item = ImageItem(image.image_key, 1, image.num_tokens, image.grid_thw)
     stepper = Stepper(runner)
-    question = Question("seen", (), token_ids, (item,), (picture,))
+    question = Question("seen", (), token_ids, (item,), (image,))
     sequence = stepper.start(question, (), max_tokens=3)
     stepper.generate([sequence], max_tokens=3, chunk=128, eos=None)
     return sequence.answer

@@ -24,7 +24,7 @@ from vlm_worker.model.layers import Mlp
 from vlm_worker.model.linear import GatedLinear
 
 CPU = torch.device("cpu")
-ONE_SIZE = ("gemma3", "llava")  # of all pictures: one is a shape of its own
+ONE_SIZE = ("gemma3", "llava")  # of all images: one is a shape of its own
 WARM = ((112,), (112, 56))
 OTHERS = ((56, 84), (84, 112, 56))
 
@@ -94,7 +94,7 @@ def test_what_is_frozen_compiles_no_more_and_serves_other_threads(tmp_path: Path
     encoder.start()
     encoder.join()
     assert num_graphs() == num_compiled
-    assert len(calls) == 3 + 1, "of one picture alone: three layers of the tower, one projector"
+    assert len(calls) == 3 + 1, "of one image alone: three layers of the tower, one projector"
     for one, exact in itertools.zip_longest(got, want):
         torch.testing.assert_close(one, exact, atol=1e-4, rtol=1e-4)
 

@@ -64,8 +64,8 @@ STEP = decode([5, 9])
     "change",
     [
         pytest.param({"token_ids": np.arange(3)}, id="a chunk of a prompt"),
-        pytest.param({"image_rows": (ImageRows(None, 0, 0, 1),)}, id="a picture's token"),
-        pytest.param({"spans": ((), ((0, 9),))}, id="a span of a picture"),
+        pytest.param({"image_rows": (ImageRows(None, 0, 0, 1),)}, id="an image's token"),
+        pytest.param({"spans": ((), ((0, 9),))}, id="a span of an image"),
         pytest.param({"sample_rows": np.array([1])}, id="a token that is not sampled"),
     ],
 )

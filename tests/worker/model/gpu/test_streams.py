@@ -1,4 +1,4 @@
-"""Pictures encoded beside steps: the same answers, and nothing read or given away too early."""
+"""Images encoded beside steps: the same answers, and nothing read or given away too early."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def runner() -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def seen() -> Question:
-    return next(q for q in questions(per_task=1) if len(q.pictures) == 2)
+    return next(q for q in questions(per_task=1) if len(q.prepared_images) == 2)
 
 
 def answers(runner: ModelRunner, seen: Question) -> list[list[int]]:
-    """Of text that decodes while pictures are encoded, and of a prompt with these, in chunks."""
+    """Of text that decodes while images are encoded, and of a prompt with these, in chunks."""
     stepper = Stepper(runner)
     text = stepper.start(TEXT, (), max_tokens=MAX_TOKENS)
     stepper.generate([text], max_tokens=1, chunk=64, eos=None)
-    future = runner.encode_async(lambda: runner.encode(seen.pictures))
+    future = runner.encode_async(lambda: runner.encode(seen.prepared_images))
     stepper.generate([text], max_tokens=MAX_TOKENS, chunk=64, eos=None)
-    embeddings = runner.encode(seen.pictures) if future is None else future.result()
+    embeddings = runner.encode(seen.prepared_images) if future is None else future.result()
     bytes(runner.export_embedding(embeddings[0]))
     asked = stepper.start(seen, (), max_tokens=MAX_TOKENS, embeddings=embeddings)
     del embeddings, future
@@ -63,7 +63,7 @@ class NeverKeeping(OverlappedStreams):
         self._queues.wait(made)
 
 
-def test_pictures_beside_steps_change_no_answer_and_race_with_nothing(
+def test_images_beside_steps_change_no_answer_and_race_with_nothing(
     runner: ModelRunner, seen: Question
 ) -> None:
     runner.use_streams(SingleStream())
@@ -72,8 +72,8 @@ def test_pictures_beside_steps_change_no_answer_and_race_with_nothing(
     runner.use_streams(OverlappedStreams(queues))
     assert answers(runner, seen) == want
     assert queues.races == []
-    steps, pictures = queues.num_operations[1], queues.num_operations[2]
-    assert min(steps, pictures) > 50, "something was computed elsewhere"
+    steps, encodes = queues.num_operations[1], queues.num_operations[2]
+    assert min(steps, encodes) > 50, "something was computed elsewhere"
     assert queues.priorities == [-1, 0], "steps go first"
 
 

@@ -1,4 +1,4 @@
-"""Pictures become patches, and visual tokens fewer, in Triton as their definitions say."""
+"""Images become patches, and visual tokens fewer, in Triton as their definitions say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-def picture(height: int, width: int) -> torch.Tensor:
+def image_of(height: int, width: int) -> torch.Tensor:
     rng = torch.Generator().manual_seed(height)
     return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=rng)
 
@@ -31,10 +31,10 @@ def table(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("size", "cut"), CASES)
-def test_a_picture_becomes_its_patches(
+def test_an_image_becomes_its_patches(
     size: tuple[int, int], cut: Cut, dtype: torch.dtype, device: torch.device
 ) -> None:
-    rgb = picture(*size)
+    rgb = image_of(*size)
     got = resize_patches(rgb.to(device), cut, table(dtype).to(device)).cpu().float()
     want = resize_patches_reference(rgb, cut, table(dtype)).float()
     differing = got != want  # a sum that ends at a half may round either way
@@ -46,7 +46,7 @@ def test_a_picture_becomes_its_patches(
 def test_a_byte_differs_from_torchs_own_resize_by_at_most_one(
     size: tuple[int, int], cut: Cut, device: torch.device
 ) -> None:
-    rgb = picture(*size)
+    rgb = image_of(*size)
     bytes_ = torch.arange(256).float().repeat(3, 1)
     got = resize_patches(rgb.to(device), cut, bytes_.to(device)).cpu()
     p, m = cut.patch, cut.merge
@@ -115,7 +115,7 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
             merge_tokens(x, sources, rising)
     with pytest.raises(ValueError, match=r"x is torch.float64"):
         merge_tokens(x.double(), torch.tensor([0, 1]), edges)
-    rgb, cut, values = picture(9, 9).to(device), Cut(28, 28, 14, 2, 1), table().to(device)
+    rgb, cut, values = image_of(9, 9).to(device), Cut(28, 28, 14, 2, 1), table().to(device)
     with pytest.raises(ValueError, match=r"rgb is torch\.float32"):
         resize_patches(rgb.float(), cut, values)
     with pytest.raises(ValueError, match="the table is"):
