@@ -173,12 +173,12 @@ def simulate(
     output: Output = Format.TABLE,
 ) -> None:
     """Try a policy on traffic, in simulated time, beside what other autoscalers do."""
-    from vlm_cli.simulate import Wish, run_simulation
+    from vlm_cli.simulate import SimulateOptions, run_simulation
     from vlm_cli.simulator.baselines import BASELINES
 
     async def work() -> None:
         run_simulation(
-            Wish(
+            SimulateOptions(
                 traces=tuple(trace or ["bursty-images"]),
                 policy=policy,
                 hardware=hardware,

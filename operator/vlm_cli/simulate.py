@@ -43,7 +43,7 @@ from vlm_operator.pods.worker import place
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class SimulateOptions:
     """Arguments of the command line.
 
     Attributes:
@@ -67,38 +67,38 @@ class Wish:
     record: Path | None
 
 
-def run_simulation(wish: Wish, *, form: Format) -> None:
+def run_simulation(options: SimulateOptions, *, form: Format) -> None:
     """Run every trace under every autoscaler, and print the scores.
 
     Raises:
         CliError: a trace, a baseline or a file is unknown or invalid.
     """
-    unknown = sorted(set(wish.against) - set(BASELINES))
+    unknown = sorted(set(options.against) - set(BASELINES))
     if unknown:
         raise CliError(f"no baseline {unknown[0]!r}", f"there are {', '.join(BASELINES)}")
-    if wish.plot is not None and wish.plot.suffix != ".svg":
-        raise CliError(f"{wish.plot} is not the name of an SVG file", "write FILE.svg")
+    if options.plot is not None and options.plot.suffix != ".svg":
+        raise CliError(f"{options.plot} is not the name of an SVG file", "write FILE.svg")
     tuned = _tuned()
     rows: list[dict[str, Any]] = []
-    with _records(wish.record) as watch_for:
-        for name in wish.traces:
-            trace = _trace(name, wish)
-            setup = _setup(name, wish, tuned[OURS])
-            for rival in (OURS, *wish.against):
+    with _records(options.record) as watch_for:
+        for name in options.traces:
+            trace = _trace(name, options)
+            setup = _setup(name, options, tuned[OURS])
+            for rival in (OURS, *options.against):
                 watch = watch_for(setup.policy) if rival == OURS else None
                 autoscaler = (
                     TriptychAutoscaler(setup.policy, watch=watch)
                     if rival == OURS
                     else contender(rival, setup.policy, tuned[rival])
                 )
-                found = score(simulate(setup, trace, autoscaler, seed=wish.seed), setup.policy)
+                found = score(simulate(setup, trace, autoscaler, seed=options.seed), setup.policy)
                 rows.append(_row(trace.name, rival, found))
-    if wish.plot is not None:
-        _write(wish.plot, _chart(rows))
+    if options.plot is not None:
+        _write(options.plot, _chart(rows))
     if form is Format.TABLE:
         _print(rows)
     else:
-        emit({"seed": wish.seed, "runs": rows}, form)
+        emit({"seed": options.seed, "runs": rows}, form)
 
 
 def read_service(text: str) -> tuple[ServicePolicy, dict[Role, int]]:
@@ -148,26 +148,26 @@ def _tuned() -> dict[str, dict[str, Any]]:
     return read_tuned(resources.files("vlm_cli.simulator").joinpath("tuned.json").read_text())
 
 
-def _setup(trace: str, wish: Wish, ours: Mapping[str, Any]) -> Setup:
+def _setup(trace: str, options: SimulateOptions, ours: Mapping[str, Any]) -> Setup:
     """Return the simulated service: the manifest's, or the comparison's with tuned settings."""
-    if wish.policy is None:
+    if options.policy is None:
         setup = standard(trace)
         setup = dataclasses.replace(setup, policy=adjusted(setup.policy, ours))
     else:
-        policy, start = read_service(_read(wish.policy))
+        policy, start = read_service(_read(options.policy))
         setup = Setup(policy, Hardware(), start)
-    if wish.hardware is None:
+    if options.hardware is None:
         return setup
     try:
-        hardware = read_hardware(yaml.safe_load(_read(wish.hardware)) or {})
+        hardware = read_hardware(yaml.safe_load(_read(options.hardware)) or {})
     except (HardwareError, yaml.YAMLError) as error:
-        raise CliError(f"{wish.hardware}: {error}") from None
+        raise CliError(f"{options.hardware}: {error}") from None
     return dataclasses.replace(setup, hardware=hardware)
 
 
-def _trace(name: str, wish: Wish) -> Trace:
+def _trace(name: str, options: SimulateOptions) -> Trace:
     if name in ALL_SHAPES:
-        return generate(name, seed=wish.seed, seconds=wish.seconds, scale=wish.scale)
+        return generate(name, seed=options.seed, seconds=options.seconds, scale=options.scale)
     path = Path(name)
     if not path.exists():
         raise CliError(f"no trace {name!r}", f"write a file, or one of {', '.join(ALL_SHAPES)}")

@@ -1,4 +1,4 @@
-"""Made-up traffic: the shapes that pull three pools apart, each from a seed.
+"""Generated traffic: shapes that load the three pools differently, each from a seed.
 
 Arrivals are Poisson with a rate that changes over time; sizes are log-normal.
 """
@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping
 
 from vlm_cli.simulator.trace import Request, Trace
 
-_STEP_SECONDS = 1.0  # over which a rate is taken as constant
-_RAMP_SECONDS = 120.0  # users do not all change their minds at once
+_STEP_SECONDS = 1.0  # interval with a constant rate
+_RAMP_SECONDS = 120.0  # a change of the mix is gradual
 TEXT_SIGMA, OUTPUT_SIGMA, PATCHES_SIGMA = 0.6, 0.5, 0.4  # of the logarithm of sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """What arrives at one moment.
+    """The distribution of requests at one moment.
 
     Attributes:
         rate: requests per second.
-        image_share: of them with one image.
+        image_share: share of requests with one image.
         text_tokens, output_tokens, patches: medians.
-        cached_share: of the prompt that the prefix cache holds, for half of the requests.
+        cached_share: share of the prompt in the prefix cache, for half of the requests.
     """
 
     rate: float = 6.0
@@ -40,13 +40,13 @@ MixAt = Callable[[float], Mix]
 
 
 def generate(name: str, *, seed: int, seconds: float = 3600.0, scale: float = 1.0) -> Trace:
-    """Make one of `SHAPES`.
+    """Generate the trace of one shape.
 
     Args:
         name: its key in `ALL_SHAPES`.
         seed: same seed, same trace.
-        seconds: how long it lasts.
-        scale: multiplies the rate.
+        seconds: its length.
+        scale: factor of the rate.
     """
     rng = random.Random(f"{name}/{seed}")
     mix_at = ALL_SHAPES[name](seconds, rng)
@@ -86,7 +86,7 @@ def _steady(_seconds: float, _rng: random.Random) -> MixAt:
 
 
 def _bursty_images(seconds: float, rng: random.Random) -> MixAt:
-    """Every quarter of an hour or so, four minutes in which images come three times as often."""
+    """About every quarter of an hour, three times the images for four minutes."""
     base = Mix()
     burst = dataclasses.replace(base, rate=base.rate * 1.3, image_share=0.85)
     starts = _starts(seconds, rng, every=900.0)
@@ -113,7 +113,7 @@ def _long_prompts(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _text_only_lull(seconds: float, rng: random.Random) -> MixAt:
-    """For half of the time nobody sends an image."""
+    """For half of the time, no images."""
     base = Mix()
     begin = seconds * rng.uniform(0.2, 0.3)
     end = begin + seconds / 2
@@ -122,7 +122,7 @@ def _text_only_lull(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _diurnal(seconds: float, rng: random.Random) -> MixAt:
-    """One day in the time of the trace: from half of the usual up to almost twice, and back."""
+    """One day, compressed: from half of the usual rate up to almost twice, and back."""
     base, shift = Mix(), rng.uniform(-0.05, 0.05)
 
     def mix(now: float) -> Mix:
@@ -133,13 +133,13 @@ def _diurnal(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _bad_node_type(seconds: float, rng: random.Random) -> MixAt:
-    """Twice the load for a third of the time; what is bad stands in `scenario.standard`."""
+    """Twice the load for a third of the time. `scenario.standard` adds the bad node type."""
     base = Mix()
     return _episode(seconds, rng, base, dataclasses.replace(base, rate=base.rate * 2))
 
 
 def _episode(seconds: float, rng: random.Random, base: Mix, other: Mix) -> MixAt:
-    """Another mix for a third of the time, from somewhere near its first third on."""
+    """Another mix for a third of the time, starting near the end of the first third."""
     begin = seconds * rng.uniform(0.25, 0.4)
     end = begin + seconds / 3
     return lambda now: _blend(base, other, _ramp(now, begin, end, _RAMP_SECONDS))
@@ -151,7 +151,7 @@ def _ramp(now: float, begin: float, end: float, seconds: float) -> float:
 
 
 def _blend(base: Mix, other: Mix, share: float) -> Mix:
-    """Between two mixes, number by number."""
+    """Interpolate each number of two mixes."""
     if share in (0.0, 1.0):
         return other if share else base
     return Mix(
@@ -173,7 +173,7 @@ def _starts(seconds: float, rng: random.Random, *, every: float) -> tuple[float,
 
 
 def _campaign(seconds: float, rng: random.Random) -> MixAt:
-    """Within half a minute the load is three times the usual, and then falls off exponentially."""
+    """Within half a minute three times the usual load, which then decays exponentially."""
     base = Mix(rate=4.0)
     starts = _starts(seconds, rng, every=1200.0)
 
@@ -192,7 +192,7 @@ def _campaign(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _square(seconds: float, rng: random.Random) -> MixAt:
-    """High and low in turn, for 100 to 170 seconds each: about as long as a window to shrink."""
+    """High and low in turn for 100 to 170 s each: about one scale-down window."""
     base, edges, at = Mix(), [], 0.0
     while at < seconds:
         at += rng.uniform(100.0, 170.0)
@@ -229,7 +229,7 @@ def _pareto_bursts(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _mix_shift(seconds: float, rng: random.Random) -> MixAt:
-    """Requests a second stay, what they ask for moves: images, then prompts, then answers."""
+    """A constant rate whose mix moves from images to long prompts to long answers."""
     base = Mix(rate=5.0)
     phases = [
         dataclasses.replace(base, image_share=0.7, text_tokens=200.0),
@@ -248,7 +248,7 @@ def _mix_shift(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _recorded_like(seconds: float, rng: random.Random) -> MixAt:
-    """A rate that wanders as recorded ones do: a slow wave, noise with a memory, a few gaps."""
+    """A rate like recorded ones: a slow wave, correlated noise, a few gaps."""
     base, level, levels = Mix(rate=4.5), 0.0, []
     phase = rng.uniform(0.0, 2 * math.pi)
     for step in range(math.ceil(seconds / 10.0) + 1):
@@ -271,7 +271,7 @@ SHAPES: Mapping[str, Callable[[float, random.Random], MixAt]] = {
     "bad-node-type": _bad_node_type,
 }
 
-# On these nothing is tuned: they tell whether what was tuned on `SHAPES` holds elsewhere.
+# Not used for tuning: they test whether settings that were tuned on `SHAPES` generalise.
 HELD_OUT_SHAPES: Mapping[str, Callable[[float, random.Random], MixAt]] = {
     "campaign": _campaign,
     "square": _square,

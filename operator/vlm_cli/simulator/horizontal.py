@@ -35,7 +35,7 @@ class Horizontal:
     _advised: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
     def settle(self, now: float, current: int, advised: int) -> int:
-        """Turn one recommendation into a number of replicas; the first one is what there is."""
+        """Return the replicas for one recommendation; the first call returns the current number."""
         if not self._advised:
             self._advised = [(now, current)]
         recent = [(at, count) for at, count in self._advised if now - at < self.down_seconds]
@@ -50,7 +50,7 @@ class Horizontal:
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """What one HPA was asked, in replicas: those that stand, those of the metric, the outcome."""
+    """One decision of an HPA, in replicas: the current, the metric's and the decided number."""
 
     policy: PoolPolicy
     current: int
@@ -59,7 +59,7 @@ class Settled:
 
 
 class Hpas:
-    """An HPA for each pool, all of them asked every so many seconds. `ask` is the only writer."""
+    """One HPA for each pool, evaluated at a fixed interval. Only `ask` changes it."""
 
     def __init__(
         self, policy: ServicePolicy, *, down_seconds: float, every: float = SYNC_SECONDS
@@ -68,7 +68,7 @@ class Hpas:
         self._every, self._next = every, 0.0
 
     def ask(self, reading: Reading, advise: Callable[[Role, int], int]) -> dict[Role, Settled]:
-        """Settle each pool's metric, `advise(role, current)`; nothing before it is time."""
+        """Evaluate each pool's metric `advise(role, current)`, if the interval has passed."""
         now = reading.view.now
         if now < self._next:
             return {}
@@ -82,7 +82,7 @@ class Hpas:
         return found
 
     def decide(self, reading: Reading, advise: Callable[[Role, int], int]) -> Mapping[Role, Choice]:
-        """The same as replicas."""
+        """Like `ask`, but returns the choices."""
         return {
             role: choose(item.policy, item.count)
             for role, item in self.ask(reading, advise).items()
@@ -90,7 +90,7 @@ class Hpas:
 
 
 def bounded(policy: PoolPolicy, count: int) -> int:
-    """Within min and max, and never zero: an HPA does not scale to zero."""
+    """Limit to min and max, and to at least 1: an HPA does not scale to zero."""
     return min(max(count, policy.minimum, 1), policy.maximum)
 
 
@@ -105,8 +105,9 @@ def by_total(total: float, target: float, current: int) -> int:
 def by_pods(values: Mapping[str, float], target: float, pool: PoolView, current: int) -> int:
     """A metric of type Pods: the mean over ready pods.
 
-    Pods without one count as 0 where it would grow and as the target where it would shrink; where
-    that turns the direction, nothing changes. Pods that are not ready count as 0 when growing.
+    Pods without a value count as 0 if the pool would grow, and as the target if it would shrink.
+    If that reverses the direction, nothing changes. When growing, pods that are not ready count
+    as 0.
     """
     ready = pool.of("ready")
     known = [values[pod.uid] for pod in ready if pod.uid in values]
@@ -131,22 +132,22 @@ def by_pods(values: Mapping[str, float], target: float, pool: PoolView, current:
 
 
 def choose(policy: PoolPolicy, count: int) -> Choice:
-    """All replicas on the first variant."""
+    """Put all replicas on the first variant."""
     return Choice({policy.variants[0].name: count})
 
 
 def current_of(reading: Reading, role: Role) -> int:
-    """Replicas that the pool is asked for now."""
+    """The number of replicas that the pool is set to."""
     return reading.view.pools[role].replicas or 0
 
 
 def inflight(reading: Reading, role: Role) -> float:
-    """Requests at the pods of a role, and those that wait for one."""
+    """Requests at the pods of a role, and requests that wait for such a pod."""
     return _sum(reading, role, "inflight") + reading.waiting.get(role, 0)
 
 
 def queued(reading: Reading, role: Role) -> float:
-    """Requests that wait: at the pods of a role, or for one."""
+    """Requests that wait at the pods of a role, or for such a pod."""
     return _sum(reading, role, "queued_requests") + reading.waiting.get(role, 0)
 
 
