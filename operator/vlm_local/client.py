@@ -92,7 +92,6 @@ class Client:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Client":
-        """Open the session."""
         token = self.access.token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = aiohttp.ClientSession(
@@ -103,16 +102,13 @@ class Client:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Close the session."""
         assert self._http is not None
         await self._http.close()
 
     async def get(self, path: str, **params: str) -> Object:
-        """Read one object or one list."""
         return await self.request("GET", path, params=params)
 
     async def create(self, path: str, body: Object) -> Object:
-        """Create `body` in the collection at `path`."""
         return await self.request("POST", path, body=body)
 
     async def patch(self, path: str, body: Object, *, kind: str = MERGE, **params: str) -> Object:

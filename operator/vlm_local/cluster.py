@@ -56,17 +56,14 @@ class NodeAgent:
         self._child: Child | None = None
 
     async def __aenter__(self) -> "NodeAgent":
-        """Start the agent."""
         await self.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Stop the agent."""
         self.stop()
 
     @property
     def nodes(self) -> list[str]:
-        """The names of its nodes."""
         return [name for node_type in self._node_types for name in node_type.nodes]
 
     @property

@@ -85,7 +85,6 @@ class ControlPlane:
 
     @property
     def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig."""
         return self.folder / "kubeconfig"
 
     @property
@@ -113,7 +112,6 @@ class ControlPlane:
 
     @property
     def server(self) -> str:
-        """The API server's URL."""
         return f"https://{self._address}:{self._port}"
 
     def client(self) -> Client:
@@ -147,12 +145,10 @@ class ControlPlane:
         await_crds(self.kubectl, failure=subprocess.CalledProcessError)
 
     async def __aenter__(self) -> "ControlPlane":
-        """Start the control plane."""
         await self.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Stop the control plane."""
         await asyncio.to_thread(self.stop)
 
     async def start(self) -> None:

@@ -115,7 +115,6 @@ def controller_manager(folder: Path, address: str, who: Identities) -> list[str]
 
 
 def scheduler(folder: Path) -> list[str]:
-    """Return the flags of kube-scheduler."""
     return [
         f"--kubeconfig={folder / 'scheduler.kubeconfig'}",
         "--leader-elect=false",

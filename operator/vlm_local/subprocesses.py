@@ -34,7 +34,6 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended."""
         return self.process.poll() is None
 
     def require_running(self) -> None:

@@ -120,7 +120,6 @@ class Container:
             await self._end(self.process, grace_seconds)
 
     def kill(self) -> None:
-        """End it now."""
         self._stopping.set()
         if self.process is not None:
             self.process.signal(signal.SIGKILL)

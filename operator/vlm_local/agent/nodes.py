@@ -37,7 +37,6 @@ class NodeType:
 
     @property
     def nodes(self) -> list[str]:
-        """The names of its nodes."""
         if self.count == 1:
             return [self.name]
         return [f"{self.name}-{index}" for index in range(self.count)]

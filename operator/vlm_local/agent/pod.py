@@ -145,7 +145,6 @@ class Pod:
         )
 
     def container(self, name: str) -> Container | None:
-        """Return the container of that name."""
         return next((one for one in self.everyone if one.view.name == name), None)
 
     async def _live(self) -> None:

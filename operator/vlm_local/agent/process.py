@@ -109,7 +109,6 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
         return self._launcher.returncode is None
 
     def handles(self, number: int) -> bool:

@@ -159,7 +159,6 @@ class Session:
 
 
 def control_frame(kind: int, body: bytes, flags: int = 0) -> bytes:
-    """Return a control frame."""
     return struct.pack(">HHI", 1 << 15 | VERSION, kind, flags << 24 | len(body)) + body
 
 

@@ -24,7 +24,6 @@ class Reporter:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def say(self, line: str) -> None:
