@@ -170,7 +170,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any
             try:
                 event = json.loads(line[5:])
             except ValueError as error:
-                raise ApiError(200, "bad_event", "an event of the stream is no JSON") from error
+                raise ApiError(200, "bad_event", "an event of the stream is not JSON") from error
             if isinstance(event, dict):
                 yield event
     raise ApiError(200, "cut_off", "the stream ended before [DONE]")

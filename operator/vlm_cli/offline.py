@@ -134,7 +134,7 @@ def _parsed(text: str, path: Path) -> list[Manifest]:
     try:
         return [item for item in yaml.safe_load_all(text) if isinstance(item, dict)]
     except yaml.YAMLError as error:
-        raise CliError(f"{path} is no YAML: {error}") from error
+        raise CliError(f"{path} is not YAML: {error}") from error
 
 
 def _name(item: Manifest, path: Path) -> str:
@@ -156,8 +156,8 @@ def _service(item: Manifest, path: Path, namespace: str | None) -> VLMService:
 
 def _only(found: Documents, path: Path) -> VLMService:
     if len(found.services) != 1:
-        count = len(found.services) or "no"
-        raise CliError(f"there is {count} VLMService in {path}", "a rollout is of exactly one")
+        count = len(found.services)
+        raise CliError(f"{path} has {count} VLMServices", "a rollout needs a file with one")
     return found.services[0]
 
 

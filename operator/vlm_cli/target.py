@@ -107,4 +107,6 @@ async def _served_model(url: str, headers: dict[str, str]) -> str:
             f"{url} does not answer: {error or type(error).__name__}", "is the address right?"
         ) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise CliError(f"{url}/v1/models is no list of models", "is it an OpenAI API?") from error
+        raise CliError(
+            f"{url}/v1/models is not a list of models", "is it an OpenAI API?"
+        ) from error

@@ -166,9 +166,9 @@ def _lease(facts: Facts, found: Installation) -> tuple[bool, Finding]:
     spec = (lease or {}).get("spec", {})
     remedy = "no service changes until an operator leads: look at its log"
     if lease is None:
-        return False, Finding("lease", Level.FAIL, f"{name} is missing: nobody leads", remedy)
+        return False, Finding("lease", Level.FAIL, f"{name} is missing: no operator leads", remedy)
     if not spec.get("holderIdentity"):
-        return False, Finding("lease", Level.FAIL, f"{name} is held by nobody", remedy)
+        return False, Finding("lease", Level.FAIL, f"{name} has no holder", remedy)
     renewed = datetime.datetime.fromisoformat(spec["renewTime"]).timestamp()
     old, lasts = facts.now - renewed, float(spec.get("leaseDurationSeconds", 15))
     held = f"{name} is held by {spec['holderIdentity']}"

@@ -96,14 +96,12 @@ class Gateway(Model):
     )
     placement: Placement = field(
         Placement(),
-        "Which nodes take gateway pods. Without an affinity they prefer nodes without GPUs.",
+        "Nodes for gateway pods. Without an affinity, they prefer nodes without GPUs.",
         restarts=Restarts.GATEWAY,
     )
     service: GatewayService = field(
-        GatewayService(), "The Kubernetes Service in front of it.", restarts=Restarts.NONE
+        GatewayService(), "The Kubernetes Service of the gateway.", restarts=Restarts.NONE
     )
-    drain: GatewayDrain = field(
-        GatewayDrain(), "How gateway pods are let go.", restarts=Restarts.NONE
-    )
-    auth: Auth = field(Auth(), "Who may ask.", restarts=Restarts.GATEWAY)
-    media: Media = field(Media(), "Where images may come from.", restarts=Restarts.NONE)
+    drain: GatewayDrain = field(GatewayDrain(), "How gateway pods end.", restarts=Restarts.NONE)
+    auth: Auth = field(Auth(), "Authentication of clients.", restarts=Restarts.GATEWAY)
+    media: Media = field(Media(), "Allowed sources of images.", restarts=Restarts.NONE)

@@ -53,7 +53,10 @@ class VLMPoolSpec(Model):
         None, "Most replicas, from the VLMService.", example=8, unset="Manual", ge=1
     )
     mode: ScalingMode | None = field(
-        None, "Who owns replicas, from the VLMService.", example="External", unset="being written"
+        None,
+        "The scaling mode of the pool, copied from the VLMService.",
+        example="External",
+        unset="being written",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

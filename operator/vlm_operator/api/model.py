@@ -113,7 +113,7 @@ class ModelSource(Model):
         restarts=Restarts.PODS,
     )
     limits: Limits = field(
-        Limits(), "What a request may bring; live, restarts nothing.", restarts=Restarts.NONE
+        Limits(), "Limits of one request. A change restarts nothing.", restarts=Restarts.NONE
     )
     credentials_secret_ref: NameRef | None = field(
         None,

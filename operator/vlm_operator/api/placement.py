@@ -82,17 +82,26 @@ class Toleration(Model):
     """A node taint that these pods tolerate, as in a PodSpec."""
 
     key: str | None = field(
-        None, "Taint key; every key with Exists.", example="nvidia.com/gpu", max_length=317
+        None,
+        "Taint key. With operator Exists, an absent key matches every taint.",
+        example="nvidia.com/gpu",
+        max_length=317,
     )
     operator: Literal["Equal", "Exists"] | None = field(
         None, "How value is compared.", example="Exists", unset="Equal"
     )
-    value: str | None = field(None, "Taint value, with Equal.", example="present", max_length=63)
+    value: str | None = field(
+        None, "Taint value for operator Equal.", example="present", max_length=63
+    )
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = field(
         None, "Taint effect.", example="NoSchedule", unset="all effects"
     )
     toleration_seconds: int | None = field(
-        None, "Seconds a NoExecute taint is borne.", example=60, unset="for ever", ge=0
+        None,
+        "Seconds for which pods tolerate a NoExecute taint.",
+        example=60,
+        unset="without limit",
+        ge=0,
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -124,12 +133,12 @@ class Placement(Model):
     """The nodes on which these pods may run."""
 
     node_selector: Labels = field(
-        {}, "Labels a node must have.", example={"triptych.dev/node-type": "gpu-memory"}
+        {}, "Labels that a node must have.", example={"triptych.dev/node-type": "gpu-memory"}
     )
-    tolerations: list[Toleration] = field([], "Taints these pods accept.", max_length=16)
+    tolerations: list[Toleration] = field([], "Taints that these pods tolerate.", max_length=16)
     affinity: Open | None = field(
         None,
-        "Kubernetes' own affinity, checked by a dry run.",
+        "Affinity as in a Kubernetes pod. The operator checks it by a dry run.",
         unset="none",
     )
 
@@ -156,12 +165,12 @@ class ResourceRequirements(Model):
 
     requests: Resources = field(
         {},
-        "What the scheduler sets aside.",
+        "Resources that the scheduler reserves.",
         example={"cpu": "2"},
     )
     limits: Resources = field(
         {},
-        "What a pod may use at most; devices go here.",
+        "Maximum resources of a pod, devices included.",
         example={"nvidia.com/gpu": "1"},
     )
 
@@ -192,15 +201,15 @@ class Variant(Model):
 
     name: VariantName = field(..., "Name of the variant, a DNS label.", example="l40s")
     node_class_ref: NameRef | None = field(
-        None, "VLMNodeClass that says where to run; instead of placement."
+        None, "VLMNodeClass with the nodes for these pods; replaces placement."
     )
-    placement: Placement | None = field(None, "Which nodes take these pods; {} is any.")
+    placement: Placement | None = field(None, "Nodes for these pods; {} allows any node.")
     resources: ResourceRequirements = field(
         ResourceRequirements(), "CPU, memory and devices of one pod.", restarts=Restarts.PODS
     )
     preference: int = field(
         0,
-        "At equal cost the higher one is taken first.",
+        "Preference among variants of equal cost; higher is first.",
         example=10,
         restarts=Restarts.NONE,
         ge=0,
@@ -208,7 +217,7 @@ class Variant(Model):
     )
     max_replicas: int | None = field(
         None,
-        "Most replicas of this variant.",
+        "Maximum number of replicas of this variant.",
         example=4,
         unset="as many as the pool",
         restarts=Restarts.NONE,

@@ -117,8 +117,10 @@ class EnvVar(Model):
     """One environment variable."""
 
     name: EnvName = field(..., "Name of the variable.", example="OMP_NUM_THREADS")
-    value: str | None = field(None, "Its value.", example="4", unset="empty", max_length=4096)
-    value_from: EnvSource | None = field(None, "Where its value comes from.")
+    value: str | None = field(
+        None, "Value of the variable.", example="4", unset="empty", max_length=4096
+    )
+    value_from: EnvSource | None = field(None, "Source of the value.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -144,17 +146,19 @@ class Engine(Model):
 
     extra_args: list[Argument] = field(
         [],
-        "More arguments of `vlm-worker ROLE --help`.",
+        "Additional arguments; see `vlm-worker ROLE --help`.",
         example=["--max-requests=64"],
         max_length=64,
     )
-    env: list[EnvVar] = field([], "More environment variables.", keys="name", max_length=64)
+    env: list[EnvVar] = field([], "Additional environment variables.", keys="name", max_length=64)
 
 
 class TopologySpread(Model):
     """The spread of a pool's pods over nodes; the operator adds the pool's selector."""
 
-    max_skew: int = field(1, "Pods by which two domains may differ.", example=1, ge=1, le=100)
+    max_skew: int = field(
+        1, "Maximum difference between the pod counts of two domains.", example=1, ge=1, le=100
+    )
     topology_key: TopologyKey = field(
         ..., "Node label that names the domain.", example="topology.kubernetes.io/zone"
     )
@@ -167,7 +171,7 @@ class ClaimVolume(Model):
     """A PersistentVolumeClaim."""
 
     claim_name: ObjectName = field(..., "Name of the claim.", example="scratch")
-    read_only: bool = field(False, "Mounted read-only.", example=True)
+    read_only: bool = field(False, "Whether the claim is mounted read-only.", example=True)
 
 
 class EmptyDirVolume(Model):
@@ -176,7 +180,9 @@ class EmptyDirVolume(Model):
     medium: Literal["", "Memory"] | None = field(
         None, "Memory for a tmpfs.", example="Memory", unset="the node's disk"
     )
-    size_limit: Bytes | None = field(None, "Most bytes in it.", example="8Gi", unset="no limit")
+    size_limit: Bytes | None = field(
+        None, "Maximum size of the folder.", example="8Gi", unset="no limit"
+    )
 
 
 class SecretVolume(Model):
@@ -195,8 +201,10 @@ class Volume(Model):
     """A volume of one of four kinds."""
 
     name: DnsLabel = field(..., "Name of the volume.", example="scratch")
-    persistent_volume_claim: ClaimVolume | None = field(None, "A claim.")
-    empty_dir: EmptyDirVolume | None = field(None, "It lives as long as the pod.")
+    persistent_volume_claim: ClaimVolume | None = field(
+        None, "A PersistentVolumeClaim of the same namespace."
+    )
+    empty_dir: EmptyDirVolume | None = field(None, "An empty folder that is deleted with the pod.")
     secret: SecretVolume | None = field(None, "The keys of a Secret.")
     config_map: ConfigMapVolume | None = field(None, "The keys of a ConfigMap.")
 
@@ -225,7 +233,7 @@ class VolumeMount(Model):
     sub_path: SubPath | None = field(
         None, "Path inside the volume.", example="run-1", unset="its root"
     )
-    read_only: bool = field(False, "Read-only.", example=True)
+    read_only: bool = field(False, "Whether the mount is read-only.", example=True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -240,7 +248,9 @@ class VolumeMount(Model):
 class PodOverlay(Model):
     """Additions to the pods of a pool. A closed list; a PodSpec is not accepted."""
 
-    labels: Labels = field({}, "Labels beside the operator's own.", example={"team": "vision"})
+    labels: Labels = field(
+        {}, "Labels in addition to those of the operator.", example={"team": "vision"}
+    )
     annotations: Annotations = field(
         {}, "Annotations of the pods.", example={"example.com/note": "x"}
     )
@@ -252,7 +262,7 @@ class PodOverlay(Model):
     )
     volumes: list[Volume] = field([], "Volumes of the pods.", keys="name", max_length=16)
     volume_mounts: list[VolumeMount] = field(
-        [], "Where volumes appear in the worker.", keys="mountPath", max_length=16
+        [], "Mount points of the volumes in the worker.", keys="mountPath", max_length=16
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

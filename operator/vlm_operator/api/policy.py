@@ -49,7 +49,7 @@ class Slo(Model):
         unset="no goal",
     )
     window_seconds: int = field(
-        300, "Seconds over which percentiles are taken.", example=600, ge=1, le=3600
+        300, "Length in seconds of the window for percentiles.", example=600, ge=1, le=3600
     )
     overrides: list[SloOverride] = field(
         [], "Other goals for single modalities.", keys="modality", max_length=3
@@ -85,10 +85,10 @@ class PoolRatio(Model):
     numerator: PoolRole = field(..., "Role whose replicas are counted.", example="prefill")
     denominator: PoolRole = field(..., "Role against which they are counted.", example="decode")
     min_percent: int | None = field(
-        None, "Least ratio in percent.", example=50, unset="no bound", ge=0, le=10_000
+        None, "Minimum ratio in percent.", example=50, unset="no bound", ge=0, le=10_000
     )
     max_percent: int | None = field(
-        None, "Greatest ratio in percent.", example=200, unset="no bound", ge=1, le=10_000
+        None, "Maximum ratio in percent.", example=200, unset="no bound", ge=1, le=10_000
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -139,10 +139,10 @@ class Autoscaling(Model):
         example="Hold",
     )
     fallback_replicas: FallbackReplicas | None = field(
-        None, "Replicas to hold with missingMetrics Fallback.", unset="as they are"
+        None, "Replica counts to hold if missingMetrics is Fallback.", unset="as they are"
     )
     backlog_seconds: int = field(
-        30, "Seconds within which a pool works off its queue.", example=10, ge=1, le=3600
+        30, "Seconds within which a pool should process its queue.", example=10, ge=1, le=3600
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -224,7 +224,7 @@ class Rollout(Model):
     )
     when_no_spare_capacity: NoSpareCapacity | None = field(
         None,
-        "Where neither nodes nor the budget have room for one more pod: drain an old one first, "
+        "What to do if nodes or the budget do not allow one more pod: drain an old pod first, "
         "or wait.",
         example="Wait",
         unset="DrainFirst, but for the last ready pod of a pool",

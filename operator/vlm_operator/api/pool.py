@@ -51,7 +51,7 @@ class KvCache(Model):
     memory: Bytes | None = field(None, "Bytes of KV cache, instead of a share.", example="8Gi")
     reserve_percent: int | None = field(
         None,
-        "Blocks that new requests leave free, in percent.",
+        "KV blocks that new requests must leave free, in percent.",
         example=5,
         unset="the worker's own",
         ge=0,
@@ -80,7 +80,7 @@ class Drain(Model):
 
     timeout_seconds: int = field(
         600,
-        "Seconds a pod has to finish.",
+        "Seconds that a pod has to finish its requests.",
         example=120,
         ge=1,
         le=86400,
@@ -98,7 +98,7 @@ class Disruption(Model):
     )
     max_unavailable: CountOrPercent | None = field(
         None,
-        "Pods gone at once, a count or a percentage.",
+        "Maximum number or percentage of pods that are evicted at once.",
         example="20%",
         unset="a fifth of the ready pods, at least 1",
     )
@@ -108,10 +108,10 @@ class PoolRollout(Model):
     """The limits of a rollout in one pool."""
 
     max_surge: CountOrPercent | None = field(
-        None, "Pods above the desired number.", example="1", unset="1"
+        None, "Maximum number of pods above the desired number.", example="1", unset="1"
     )
     max_unavailable: CountOrPercent | None = field(
-        None, "Pods below the desired number.", example="0", unset="0"
+        None, "Maximum number of pods below the desired number.", example="0", unset="0"
     )
     min_ready_seconds: int = field(
         0, "Seconds a pod must stay ready before it counts.", example=10, ge=0, le=3600
@@ -158,27 +158,31 @@ class Pool(Model):
         max_length=4,
         validate_default=False,
     )
-    scaling: Scaling = field(..., "How many replicas, and who decides.", restarts=Restarts.NONE)
+    scaling: Scaling = field(
+        ..., "The number of replicas, and how it is decided.", restarts=Restarts.NONE
+    )
     kv: KvCache | None = field(
         None,
         "Memory of the KV cache; prefill and decode only.",
         restarts=Restarts.PODS,
     )
-    drain: Drain = field(Drain(), "How pods are let go.", restarts=Restarts.NONE)
+    drain: Drain = field(Drain(), "How pods end.", restarts=Restarts.NONE)
     disruption: Disruption = field(
-        Disruption(), "What a node drain may take.", restarts=Restarts.NONE
+        Disruption(), "Limits for evictions, such as by a node drain.", restarts=Restarts.NONE
     )
     rollout: PoolRollout = field(PoolRollout(), "How pods are replaced.", restarts=Restarts.NONE)
     encode_inline: bool = field(
         False,
-        "Images are encoded by this pool too, beside the encoder pool.",
+        "Whether this pool encodes images too, in addition to the encoder pool.",
         example=True,
         restarts=Restarts.PODS,
     )
     engine: Engine = field(
-        Engine(), "Added to its command line and environment.", restarts=Restarts.PODS
+        Engine(),
+        "Additions to the command line and environment of the workers.",
+        restarts=Restarts.PODS,
     )
-    pod: PodOverlay = field(PodOverlay(), "Added to its pods.", restarts=Restarts.PODS)
+    pod: PodOverlay = field(PodOverlay(), "Additions to the pod template.", restarts=Restarts.PODS)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -203,19 +207,19 @@ class Pools(Model):
 
     encoder: Pool | None = field(
         None,
-        "Images to embeddings. Compute-bound; cheap nodes will do.",
+        "Computes embeddings of images. Compute-bound; inexpensive nodes suffice.",
         unset="the next role encodes",
         restarts=Restarts.PODS,
     )
     prefill: Pool | None = field(
         None,
-        "Prompt to KV blocks and the first token. Compute-bound.",
+        "Computes the KV blocks of a prompt and the first token. Compute-bound.",
         unset="decode prefills",
         restarts=Restarts.PODS,
     )
     decode: Pool = field(
         ...,
-        "KV blocks to tokens. Bound by memory bandwidth.",
+        "Computes the further tokens. Bound by memory bandwidth.",
         restarts=Restarts.PODS,
     )
 

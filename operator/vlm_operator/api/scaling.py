@@ -12,7 +12,11 @@ class ScaleToZero(Model):
     """The condition for scaling a pool to zero, and the handling of images at zero."""
 
     idle_seconds: int = field(
-        600, "Seconds without images before it goes to zero.", example=900, ge=1, le=86400
+        600,
+        "Seconds without images after which the pool goes to zero.",
+        example=900,
+        ge=1,
+        le=86400,
     )
     while_at_zero: WhileAtZero = field(
         WhileAtZero.INLINE_AT_PREFILL,
@@ -25,18 +29,22 @@ class ScaleUp(Model):
     """The maximum pace of growth."""
 
     stabilization_window_seconds: int = field(
-        0, "Seconds the need must last.", example=15, ge=0, le=3600
+        0, "Seconds for which the need must last.", example=15, ge=0, le=3600
     )
-    max_pods_per_minute: int = field(100, "Growth per minute in pods.", example=8, ge=1, le=1000)
+    max_pods_per_minute: int = field(
+        100, "Maximum number of pods added per minute.", example=8, ge=1, le=1000
+    )
 
 
 class ScaleDown(Model):
     """The maximum pace of shrinking."""
 
     stabilization_window_seconds: int = field(
-        180, "Seconds the need must stay lower.", example=600, ge=0, le=3600
+        180, "Seconds for which the need must stay lower.", example=600, ge=0, le=3600
     )
-    max_pods_per_minute: int = field(4, "Pods drained per minute.", example=2, ge=1, le=1000)
+    max_pods_per_minute: int = field(
+        4, "Maximum number of pods drained per minute.", example=2, ge=1, le=1000
+    )
 
 
 class Behavior(Model):
@@ -60,30 +68,34 @@ class Scaling(Model):
 
     mode: ScalingMode = field(
         ...,
-        "Who owns the number: Auto (the autoscaler), External (HPA, KEDA or kubectl scale, on the "
+        "Owner of the number: Auto (the autoscaler), External (HPA, KEDA or kubectl scale, on the "
         "VLMPool), Manual (this manifest).",
         example="Manual",
     )
     replicas: int | None = field(
         None,
-        "With Manual only.",
+        "Number of replicas in mode Manual; not allowed in other modes.",
         example=2,
         ge=1,
         le=1000,
     )
     min_replicas: int | None = field(
         None,
-        "Fewest replicas, with Auto and External; 0 for an encoder only.",
+        "Minimum number of replicas in modes Auto and External. Only an encoder may have 0.",
         example=1,
         ge=0,
         le=1000,
     )
     max_replicas: int | None = field(
-        None, "Most replicas, with Auto and External.", example=8, ge=1, le=1000
+        None, "Maximum number of replicas in modes Auto and External.", example=8, ge=1, le=1000
     )
-    scale_to_zero: ScaleToZero | None = field(None, "Exactly if minReplicas is 0.", unset="never")
-    behavior: Behavior | None = field(None, "How fast the pool may change, with Auto.")
-    targets: Targets | None = field(None, "How busy one replica should be, with Auto.")
+    scale_to_zero: ScaleToZero | None = field(
+        None,
+        "How the pool goes to zero. Required if minReplicas is 0, else not allowed.",
+        unset="never",
+    )
+    behavior: Behavior | None = field(None, "How fast the pool may change in mode Auto.")
+    targets: Targets | None = field(None, "Target load of one replica in mode Auto.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

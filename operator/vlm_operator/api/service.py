@@ -36,7 +36,7 @@ class VLMServiceSpec(Model):
     )
     paused: bool = field(
         False,
-        "Observe and report, but write nothing (status, the accepting gate and deletion excepted).",
+        "Write nothing except status, the accepting gate and deletions.",
         example=True,
         restarts=Restarts.NONE,
     )
@@ -54,33 +54,38 @@ class VLMServiceSpec(Model):
         keys="name",
         max_length=8,
     )
-    model: ModelSource = field(..., "What is served.")
+    model: ModelSource = field(..., "The model that the service serves.")
     pools: Pools = field(..., "One pool per role; decode is required.", restarts=Restarts.PODS)
-    gateway: Gateway = field(Gateway(), "The OpenAI-compatible front.", restarts=Restarts.GATEWAY)
-    slo: Slo = field(Slo(), "What users are promised.", restarts=Restarts.NONE)
+    gateway: Gateway = field(Gateway(), "The OpenAI-compatible gateway.", restarts=Restarts.GATEWAY)
+    slo: Slo = field(Slo(), "Latency goals of the service.", restarts=Restarts.NONE)
     budget: Budget | None = field(
         None,
-        "What the service may take of the cluster.",
+        "Limits on resources and cost of the whole service.",
         unset="no bound",
         restarts=Restarts.NONE,
     )
     pool_ratios: list[PoolRatio] = field(
-        [], "Bounds on ratios of pools.", restarts=Restarts.NONE, max_length=6
+        [],
+        "Bounds on the ratio between the sizes of two pools.",
+        restarts=Restarts.NONE,
+        max_length=6,
     )
     autoscaling: Autoscaling = field(
-        Autoscaling(), "How pools with mode Auto are decided on.", restarts=Restarts.NONE
+        Autoscaling(), "How the autoscaler sizes the pools of mode Auto.", restarts=Restarts.NONE
     )
     admission: Admission | None = field(
         None,
-        "What becomes of requests that would wait.",
+        "What happens to requests that would have to wait.",
         unset="they wait",
         restarts=Restarts.NONE,
     )
     transfer: Transfer = field(
-        Transfer(), "How bytes go from one pod to the next.", restarts=Restarts.PODS
+        Transfer(),
+        "How KV blocks and embeddings are transferred between pods.",
+        restarts=Restarts.PODS,
     )
     rollout: Rollout = field(
-        Rollout(), "How the service gets to its next revision.", restarts=Restarts.NONE
+        Rollout(), "How a new revision replaces the old one.", restarts=Restarts.NONE
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

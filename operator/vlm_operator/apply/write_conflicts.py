@@ -81,8 +81,8 @@ def current(write_conflicts: WriteConflicts, *, now: float) -> WriteConflicts:
 def newly_contested(before: WriteConflicts, after: WriteConflicts) -> tuple[str, ...]:
     """Return one message per object that is contested in `after` and not in `before`."""
     return tuple(
-        f"{kind} {name}: somebody else keeps changing {found.field.lstrip('.')}; it is put back "
-        "ever more rarely"
+        f"{kind} {name}: another writer keeps changing {found.field.lstrip('.')}; "
+        "the operator restores it less and less often"
         for (kind, name), found in after.items()
         if found.contested and not before.get((kind, name), WriteConflict()).contested
     )

@@ -53,7 +53,8 @@ class Tracker:
             settled=self._progress.settled,
             newly_contested=tuple(
                 sentence(
-                    f"{key[0]} {key[1]}: somebody else keeps changing {contested[key].lstrip('.')}",
+                    f"{key[0]} {key[1]}: another writer keeps changing "
+                    f"{contested[key].lstrip('.')}",
                     "stop the other writer",
                 )
                 for key, since in self._fought.items()

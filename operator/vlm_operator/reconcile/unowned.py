@@ -54,4 +54,6 @@ class PoolLoop:
                 except ClusterError as error:
                     meta = item["metadata"]
                     pool = f"{meta['namespace']}/{meta['name']}"
-                    logger.warning("VLMPool not told", extra={"pool": pool, "error": str(error)})
+                    logger.warning(
+                        "status of VLMPool not written", extra={"pool": pool, "error": str(error)}
+                    )

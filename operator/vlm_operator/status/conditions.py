@@ -35,8 +35,8 @@ from vlm_operator.status.readiness import (
 )
 from vlm_operator.status.readiness import serving as all_serve
 
-NOT_STALLED = ConditionState("Stalled", False, "NotStalled", "nothing waits for a person")
-SEE_STALLED = ConditionState("Reconciling", False, "Stalled", "a person is needed: see Stalled")
+NOT_STALLED = ConditionState("Stalled", False, "NotStalled", "nothing needs a user")
+SEE_STALLED = ConditionState("Reconciling", False, "Stalled", "a user must act: see Stalled")
 # Bounds that limit a pool for longer than a window, in words that do not change between ticks.
 _LASTING: dict[str, str] = {
     Bound.MAX: "maxReplicas",
@@ -172,7 +172,7 @@ def failed(view: StatusInputs) -> str:
         known = (item for role in roles(view) for item in problems(view, role))
         fix = next((item.fix for item in known if f"{item.subject} " in step.failure), "")
         return sentence(f"{step.failure}; {stays}", fix or where_to_look(view))
-    after = "is served again" if step.done else f"comes back: {step.waiting}"
+    after = "serves again" if step.done else f"is being restored: {step.waiting}"
     return f"{step.failure}; the revision before {after}. It is not tried again until spec changes"
 
 

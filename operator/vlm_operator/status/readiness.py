@@ -59,7 +59,7 @@ def role_ready(view: StatusInputs, role: Role) -> ConditionState:
             return ConditionState(kind, True, odd.reason, f"{count}: {odd.message}")
         note = ""
         if role is Role.GATEWAY and view.service.spec.gateway.auth.secret_ref is None:
-            note = ": open to everyone who reaches it, gateway.auth is not set"
+            note = ": open to every client that reaches it, because gateway.auth is not set"
         return ConditionState(kind, True, "AllReady", count + note)
     reason, message = _blocking(view, role)
     if have >= floor(view, role):

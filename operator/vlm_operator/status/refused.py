@@ -117,9 +117,8 @@ def unowned_status(manifest: Manifest, *, now: float) -> Manifest | None:
         True,
         NO_SERVICE,
         sentence(
-            "no VLMService controls this VLMPool: nobody reads it and it makes no pod",
-            "delete it and write a VLMService, whose operator makes the VLMPools that can be "
-            "scaled",
+            "no VLMService controls this VLMPool: it has no effect and no pods",
+            "delete it and create a VLMService; the operator makes the VLMPools that can be scaled",
         ),
     )
     previous, generation = manifest.get("status", {}), meta["generation"]

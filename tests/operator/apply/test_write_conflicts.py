@@ -65,8 +65,8 @@ def test_a_fight_is_said_once():
             said += newly_contested(found, after)
             found = after
     assert said == [
-        "Service demo-gateway: somebody else keeps changing spec.ports[0].port; it is put back "
-        "ever more rarely"
+        "Service demo-gateway: another writer keeps changing spec.ports[0].port; "
+        "the operator restores it less and less often"
     ]
 
 

@@ -110,7 +110,7 @@ async def test_every_example_renders_to_objects_without_an_owner(path: Path, cap
     ("text", "said"),
     [
         ("kind: ConfigMap\nmetadata: {name: a}\n", "there is no VLMService in "),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("kind: VLMService\n", "an object has no metadata.name"),
         (
             "kind: VLMService\nmetadata: {name: a}\nspec: {model: {uri: 'pvc://a'}}\n",

@@ -60,7 +60,7 @@ def test_a_misspelt_field_is_refused_with_its_path(words: ControlPlane) -> None:
 
 def test_explain_says_default_and_example(api_server: ControlPlane) -> None:
     text = api_server.kubectl("explain", "vlm.spec.pools.decode.drain.timeoutSeconds").stdout
-    assert "Seconds a pod has to finish." in text
+    assert "Seconds that a pod has to finish its requests." in text
     assert "Default: 600. E.g. 120." in text
 
 

@@ -79,7 +79,7 @@ async def test_it_finds_what_is_there_and_what_is_missing(
     ((level, lease),) = of(found, "lease")
     assert (level, lease) == (
         "fail",
-        "Lease triptych-system/triptych-operator is missing: nobody leads",
+        "Lease triptych-system/triptych-operator is missing: no operator leads",
     )
     assert of(found, "access") == []
 

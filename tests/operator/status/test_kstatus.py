@@ -228,8 +228,8 @@ def assert_no_false_words(world: World) -> None:
     said = " ".join(item["message"] for item in world.status["conditions"])
     for words in (
         "nothing is left to do",
-        "no person is needed",
-        "nothing waits for a person",
+        "no user must act",
+        "nothing needs a user",
         "all pods are of one revision",
         "every role serves",
         "pods are being created",
