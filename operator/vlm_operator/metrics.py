@@ -44,25 +44,25 @@ LOOP_LAG = Histogram(
 )
 LEADER = Gauge("triptych_operator_leader", "1 while this process leads.", registry=REGISTRY)
 SCALE_DECISIONS = Counter(
-    "vlm_scale_decisions",
+    "triptych_scale_decisions",
     "Decisions that changed a pool's size, by the reason they gave.",
     ["namespace", "service", "role", "reason"],
     registry=REGISTRY,
 )
 DESIRED_REPLICAS = Gauge(
-    "vlm_desired_replicas",
+    "triptych_desired_replicas",
     "Replicas that a pool should have.",
     ["namespace", "service", "role"],
     registry=REGISTRY,
 )
 RECOMMENDED_REPLICAS = Gauge(
-    "vlm_recommended_replicas",
+    "triptych_recommended_replicas",
     "Replicas that a pool's need alone asks for, before pace, budget and holds.",
     ["namespace", "service", "role"],
     registry=REGISTRY,
 )
 READY_REPLICAS = Gauge(
-    "vlm_ready_replicas",
+    "triptych_ready_replicas",
     "Replicas of a pool that are ready and accept work.",
     ["namespace", "service", "role"],
     registry=REGISTRY,

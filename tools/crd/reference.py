@@ -24,7 +24,8 @@ quantities are Kubernetes' own (`40Gi`, `250m`). A default is never written into
 takes effect is in `status.effective`.
 
 `restarts` says what a change of the field restarts: *pods* of the pools concerned, the *gateway*
-alone, or nothing. `ROLE` in `spec.pools.ROLE` is `encoder`, `prefill` or `decode`: they have the same fields.
+alone, or nothing. `ROLE` in `spec.pools.ROLE` is `encoder`, `prefill` or `decode`; all
+three have the same fields.
 """
 
 
