@@ -139,7 +139,7 @@ async def _scale_down(served: Served, expected: str) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.ENCODER, Role.PREFILL])
-async def test_a_pod_killed_with_a_request_costs_one_answer_at_most_and_comes_back(
+async def test_a_pod_killed_with_a_request_costs_one_answer_at_most_and_is_replaced(
     served: Served, role: Role
 ):
     expected = await served.ask(max_tokens=20)

@@ -98,7 +98,7 @@ async def test_an_image_is_answered_for_through_the_gateway_pod(api: Client):
     assert await _answer(api) == "blue triangle"
 
 
-async def test_a_deleted_child_comes_back(api: Client):
+async def test_a_deleted_child_is_created_again(api: Client):
     await ready(api)
     path = "/api/v1/namespaces/default/services/shapes-gateway"
     before = await api.get(path)

@@ -105,7 +105,7 @@ async def test_pods_are_taken_away_and_replaced_and_no_answer_notices(
     _all_are_whole(clients, undisturbed)
 
 
-async def test_a_gateway_is_replaced_and_nobody_is_refused_or_cut(
+async def test_a_gateway_is_replaced_and_no_request_is_refused_or_cut(
     served: Served, undisturbed: list[str]
 ):
     manifest = _manifest()

@@ -117,7 +117,7 @@ def test_a_path_may_name_the_place_in_a_list() -> None:
     assert verdict(goal, {"bench": "speed", "tokens": [1]}) is Verdict.ABSENT
 
 
-def test_what_nobody_measured_is_neither() -> None:
+def test_a_missing_measurement_is_neither() -> None:
     goal = Goal("g", "speed", FIGURE, 1.0)
     for lines in ([], [{"bench": "speed.other", "share": 2.0}], [{"bench": "speed"}]):
         (row,) = rows(lines, [goal])

@@ -40,7 +40,7 @@ def test_the_files_are_current(kind: Kind, folder: str) -> None:
     assert (ROOT / folder / kind.file_name).read_text() == render(crd(kind)), "run make crds"
 
 
-def test_no_other_file_lies_beside_them() -> None:
+def test_there_is_no_other_file_in_the_folder() -> None:
     for folder in ("crds", "helm/triptych/crd-files"):
         assert {path.name for path in (ROOT / folder).iterdir()} == {k.file_name for k in KINDS}
 

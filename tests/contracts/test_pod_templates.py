@@ -52,7 +52,7 @@ def rendered() -> dict[str, Any]:
     }
 
 
-def test_every_template_stands_under_its_version():
+def test_every_template_is_recorded_under_its_version():
     file = FOLDER / f"{Resolved.template}.json"
     assert file.exists(), f"there is no snapshot of this version: {FIX}"
     kept, now = json.loads(file.read_text()), rendered()

@@ -100,7 +100,7 @@ def test_a_process_outside_of_a_cluster_has_a_document_too() -> None:
     jsonschema.validate(stats_document(state_of("decode", {}), None), SCHEMA)
 
 
-def test_the_document_says_who_it_is_as_the_operator_named_it() -> None:
+def test_the_document_has_the_identity_that_the_operator_set() -> None:
     document = stats_document(state_of("decode", ENVIRONMENT), None)
     named = {k: document[k] for k in ("pod_name", "pod_uid", "service", "revision", "variant")}
     assert named == {

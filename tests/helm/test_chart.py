@@ -76,7 +76,7 @@ def test_the_crds_are_those_of_the_folder_crds(helm: Helm, chart: str) -> None:
         assert shipped["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_crds_can_be_left_out_or_let_go(helm: Helm, chart: str) -> None:
+def test_crds_can_be_left_out_or_removed(helm: Helm, chart: str) -> None:
     without = rendered(helm, chart, "--set", "crds.enabled=false")
     assert not [item for item in without if item["kind"] == "CustomResourceDefinition"]
     loose = rendered(helm, chart, "--set", "crds.keep=false")
@@ -159,9 +159,7 @@ def test_named_namespaces_get_roles_and_the_cluster_role_keeps_what_is_no_namesp
     ]
 
 
-def test_the_operator_may_do_what_it_must_and_no_wildcard_stands_anywhere(
-    helm: Helm, chart: str
-) -> None:
+def test_the_operator_has_its_rights_and_no_wildcard(helm: Helm, chart: str) -> None:
     manifests = rendered(helm, chart)
     rules = [
         rule

@@ -130,7 +130,7 @@ def idle_rights(events: list[dict[str, Any]]) -> set[str]:
     }
 
 
-async def test_no_right_is_missing_and_none_lies_idle(
+async def test_no_right_is_missing_and_none_is_unused(
     installed: ControlPlane, tmp_path: pathlib.Path
 ) -> None:
     await no_other_operator(installed)

@@ -100,7 +100,7 @@ def test_a_library_is_compiled_once_and_again_when_a_header_changes(
     assert places.num_links == 2
 
 
-def test_all_who_build_at_once_wait_for_one_compiler(sources: Path, places: Places) -> None:
+def test_concurrent_builds_wait_for_one_compiler(sources: Path, places: Places) -> None:
     found: list[Path] = []
     threads = [
         threading.Thread(

@@ -119,7 +119,7 @@ async def test_a_return_is_a_failure_unless_the_task_may_return(at_end: AtEnd) -
     await supervisor.close()
 
 
-async def test_a_cancellation_that_nobody_asked_for_is_a_failure() -> None:
+async def test_an_unrequested_cancellation_is_a_failure() -> None:
     """grpc raises CancelledError where the other side cancels a call."""
     supervisor, task = Supervisor(), Failing(1, error=asyncio.CancelledError())
     await asyncio.wait([supervisor.start(task, name="watch", at_end=AtEnd.FAIL)])

@@ -68,7 +68,7 @@ def test_what_others_add_is_drift_by_its_path():
     ]
 
 
-def test_a_default_that_somebody_changed_is_drift():
+def test_a_changed_default_is_drift():
     found = live()
     found["spec"]["containers"][0]["imagePullPolicy"] = "Never"
     assert paths(found) == ["spec.containers[0].imagePullPolicy"]

@@ -189,7 +189,7 @@ def test_what_a_person_chose_is_no_problem():
     assert wrong(with_objects(vlmservices=[service(*chosen)])) == []
 
 
-def test_a_service_that_nobody_looked_at_and_one_that_is_going_are_told():
+def test_a_service_without_status_and_one_being_deleted_are_reported():
     fresh, going = service(), service()
     fresh.pop("status")
     going["metadata"] |= {"deletionTimestamp": "2026-11-21T10:00:00Z"}

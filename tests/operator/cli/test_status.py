@@ -124,7 +124,7 @@ async def test_health_is_green_also_where_false_is_healthy(add_service: Any) -> 
     assert words["Ready"].startswith(f"{red}False")
 
 
-async def test_a_service_that_nobody_looks_after_says_so(
+async def test_a_service_without_an_operator_is_reported(
     kubeconfig: str, add_service: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_service(conditions=[])

@@ -30,7 +30,7 @@ def maximal(words: ControlPlane) -> ControlPlane:
     return words
 
 
-def test_a_maximal_manifest_comes_back_as_it_was_written(maximal: ControlPlane) -> None:
+def test_a_maximal_manifest_is_read_as_it_was_written(maximal: ControlPlane) -> None:
     written = yaml.safe_load((HERE / "maximal.yaml").read_text())
     stored = json.loads(
         maximal.kubectl("-n", NAMESPACE, "get", "vlm", "maximal", "-o", "json").stdout

@@ -115,7 +115,7 @@ async def test_a_list_comes_from_memory_and_a_change_wakes_its_service():
         assert found.cluster.lists == lists
 
 
-async def test_a_write_is_seen_by_the_next_list_and_its_echo_wakes_nobody():
+async def test_a_write_is_in_the_next_list_and_its_echo_wakes_no_turn():
     async with followed() as found:
         assert await data(found.reads) == {}
         for number in range(5):

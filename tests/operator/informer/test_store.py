@@ -40,7 +40,7 @@ def versions(found: Store, service: str = "demo") -> dict[str, int]:
     return {one["metadata"]["name"]: int(one["metadata"]["resourceVersion"]) for one in listed}
 
 
-def test_an_event_older_than_our_own_write_changes_nothing_and_wakes_nobody():
+def test_an_event_older_than_our_own_write_changes_nothing_and_wakes_no_turn():
     found = store()
     found.changed(item("a", 1))
     found.written(item("a", 5))

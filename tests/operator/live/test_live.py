@@ -139,7 +139,7 @@ def test_an_edited_child_is_put_back_within_five_seconds(live: Live):
     live.until(lambda: ports() == [80], seconds=5)
 
 
-def test_a_name_of_somebody_else_is_a_conflict_and_stays_theirs(live: Live):
+def test_an_object_of_another_owner_is_a_conflict_and_is_not_changed(live: Live):
     live.kubectl("-n", "live", "create", "configmap", "taken-gateway", "--from-literal=a=1")
     live.apply(service("taken"))
     live.until(

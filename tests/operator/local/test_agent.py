@@ -155,7 +155,7 @@ async def test_a_pod_and_what_is_run_in_it_have_a_uid_that_no_user_database_name
     assert await pods.log("p") == "65532 False\n"
 
 
-async def test_a_readiness_gate_keeps_a_pod_unready_until_somebody_opens_it(pods: Pods):
+async def test_a_readiness_gate_keeps_a_pod_unready_until_it_is_true(pods: Pods):
     gate = "triptych.dev/accepting"
     await pods.create(pod("p", SLEEP, spec={"readinessGates": [{"conditionType": gate}]}))
     held = await pods.until_condition("p", "ContainersReady", "True")
@@ -219,7 +219,7 @@ async def test_a_deployment_rolls_out_and_its_pods_go_with_it(
     await until(no_pods, seconds=20, awaited="garbage collection to end the pods")
 
 
-async def test_a_node_shows_its_own_pods_secrets_to_nobody_else(cluster: ControlPlane):
+async def test_a_node_can_read_secrets_of_its_own_pods_only(cluster: ControlPlane):
     node = ["--as=system:node:cpu-large", "--as-group=system:nodes"]
     denied = cluster.kubectl("get", "secrets", "-A", *node, check=False)
     assert "Forbidden" in denied.stderr

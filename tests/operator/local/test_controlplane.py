@@ -49,7 +49,7 @@ async def test_a_restricted_namespace_refuses_a_privileged_pod(control_plane: Co
             )
 
 
-async def test_the_audit_log_names_who_did_what(control_plane: ControlPlane):
+async def test_the_audit_log_has_the_user_of_each_request(control_plane: ControlPlane):
     async with control_plane.client() as api:
         with pytest.raises(ApiError):
             await api.get("/api/v1/namespaces/default/configmaps/looked-for-by-the-audit-test")

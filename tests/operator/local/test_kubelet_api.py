@@ -75,7 +75,7 @@ async def test_a_websocket_port_forward_carries_bytes_both_ways(cluster: Control
         assert await channel.receive_bytes() == b"\0hello"
 
 
-async def test_a_port_nobody_listens_on_is_said_so(cluster: ControlPlane, pods: Pods):
+async def test_a_port_without_a_listener_is_reported(cluster: ControlPlane, pods: Pods):
     await pods.create(server("p"))
     await pods.until_logged("p", "serving")
     access = cluster.access
@@ -103,7 +103,7 @@ async def test_logs_can_be_followed_cut_and_stamped(cluster: ControlPlane, pods:
     assert (await kubectl(cluster, pods, "logs", "p", "--limit-bytes=3")).stdout == "0\n1"
 
 
-async def test_nobody_but_the_api_server_may_ask_a_node(cluster: ControlPlane, api: Client):
+async def test_a_node_answers_only_the_api_server(cluster: ControlPlane, api: Client):
     nodes = await api.get("/api/v1/nodes")
     address = nodes["items"][0]["status"]["addresses"][0]["address"]
     context = cluster.access.ssl_context()  # the administrator's certificate

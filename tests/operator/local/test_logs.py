@@ -46,7 +46,7 @@ def test_what_was_printed_is_read_back(tmp_path_factory, lines, cuts, tail):
     asyncio.run(run())
 
 
-async def test_whoever_prints_is_not_held_up_by_a_full_disk():
+async def test_a_full_disk_does_not_block_a_container_that_prints():
     log = ContainerLog(Path("/dev/full"))
     output = asyncio.StreamReader()
     pumping = asyncio.create_task(log.pump(output))

@@ -86,7 +86,7 @@ async def test_what_another_writes_over_a_nodes_verdict_is_written_back(tmp_path
     await living
 
 
-async def test_a_volume_that_nobody_foresaw_is_told_while_the_pod_waits(tmp_path: Path):
+async def test_an_unexpected_volume_error_is_reported_while_the_pod_waits(tmp_path: Path):
     api = Api()
     pod = made(api, tmp_path)
     living = asyncio.create_task(pod.run())

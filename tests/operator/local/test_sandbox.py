@@ -122,7 +122,7 @@ def test_what_cannot_start_says_why(spec: dict, problem: str, tmp_path: Path):
     assert problem in report["error"]
 
 
-def test_what_it_leaves_running_dies_with_it(user: list[str], tmp_path: Path):
+def test_processes_that_it_leaves_running_end_with_it(user: list[str], tmp_path: Path):
     marker = f"left-by-{tmp_path.name}"
     _, seen, _ = run(user, tmp_path, f"sh -c 'sleep 600; : {marker}' & ps -eo args")
     assert f": {marker}" in seen

@@ -104,7 +104,7 @@ def test_transition_times_move_only_when_a_status_does(states: Any, now: float, 
         assert moved == (condition["status"] != old["status"])
 
 
-def test_it_never_writes_a_condition_of_somebody_else():
+def test_it_never_writes_a_condition_of_another_writer():
     gate = {"type": "triptych.dev/accepting", "status": "True"}
     written = pod_status(pod("triptych.dev/accepting", conditions=[gate]), view(UP), [], now=0.0)
     assert "triptych.dev/accepting" not in {one["type"] for one in written["conditions"]}

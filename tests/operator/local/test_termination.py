@@ -115,7 +115,7 @@ async def test_a_forced_deletion_kills_at_once(pods: Pods):
     await until(dead, seconds=5, awaited="the process to die")
 
 
-async def test_what_a_container_starts_dies_with_it(pods: Pods):
+async def test_processes_of_a_container_end_with_it(pods: Pods):
     program = (
         "import subprocess, sys\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'orphan-%s'],\n"

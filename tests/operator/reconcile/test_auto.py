@@ -129,7 +129,7 @@ def test_a_paused_service_is_sized_on_paper_only():
     assert replicas(world) == 1
 
 
-def test_a_second_writer_is_a_conflict_and_nobody_is_fought():
+def test_a_second_writer_is_a_conflict_and_is_not_overwritten():
     world = loaded_world()
     world.scale("decode", 3)
     run(world, turns=2)

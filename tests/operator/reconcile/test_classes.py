@@ -67,7 +67,7 @@ def on_class(name: str = "gpu", **more: Any) -> dict[str, Any]:
     return pool(variants=[{"name": "fast", "nodeClassRef": {"name": name}}], **more)
 
 
-def test_a_class_counts_its_nodes_the_room_there_and_who_runs_on_them():
+def test_a_class_counts_its_nodes_their_capacity_and_their_pods():
     world = World(body(decode=on_class()))
     world.cluster.hardware(node_class())
     plant_node(world.cluster, "a", type="gpu")

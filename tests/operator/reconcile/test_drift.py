@@ -214,7 +214,7 @@ def test_a_webhook_that_always_adds_wins_and_is_written_once():
     assert pod(item)["schedulerName"] == "theirs"
 
 
-def test_somebody_who_keeps_adding_is_answered_ever_more_rarely():
+def test_a_writer_that_keeps_adding_is_corrected_less_and_less_often():
     found = world(defaults)
     name = "demo-decode"
     for _ in range(20):

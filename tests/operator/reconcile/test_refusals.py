@@ -209,7 +209,7 @@ def test_a_refused_number_of_a_pool_is_tried_ever_more_rarely_and_slows_nothing(
     assert [item["metadata"]["name"] for item in world.cluster.all(VLM_POOL)] == ["demo-decode"]
 
 
-def test_a_kept_manifest_that_nobody_can_read_is_none():
+def test_a_stored_manifest_that_cannot_be_read_is_ignored():
     world = World(body())
     world.converge()
     world.cluster.edit(CONFIG_MAP, "ns", "demo-state", lambda item: item.update(data={"x": "{"}))
@@ -218,7 +218,7 @@ def test_a_kept_manifest_that_nobody_can_read_is_none():
     assert world.condition("Accepted")["reason"] == "NodeClassInvalid"
 
 
-def test_node_classes_come_back_as_they_were():
+def test_node_classes_are_restored_unchanged():
     classes = {"gpu": NodeClassState("gpu", {"a": "b"}, ({"key": "k"},), "nvidia.com/gpu", 2, 1.5)}
     kept = AcceptedSpec({"model": {"uri": "pvc://x"}}, classes)
     world = World(body())

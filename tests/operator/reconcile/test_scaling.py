@@ -40,7 +40,7 @@ def test_a_pool_of_manual_mode_is_put_back_and_the_event_names_external():
     assert world.written() == before
 
 
-def test_a_pool_that_is_deleted_comes_back_with_the_live_count():
+def test_a_deleted_pool_is_created_again_with_the_live_count():
     world = World(body(decode=external(1, 4)))
     world.converge()
     world.scale("decode", 3)

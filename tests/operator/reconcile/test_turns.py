@@ -95,7 +95,7 @@ def test_the_message_names_the_one_thing_that_blocks():
 
 
 @pytest.mark.parametrize("kind", [DEPLOYMENT, SERVICE, CONFIG_MAP, PDB, VLM_POOL])
-def test_a_child_that_somebody_deletes_comes_back(kind):
+def test_a_deleted_child_is_created_again(kind):
     world = World(body(decode=pool(2)))
     world.converge()
     before = world.snapshot()
@@ -123,7 +123,7 @@ def test_a_turn_leaves_nothing_to_the_next(kind):
     assert world.cluster.writes[before:] == []
 
 
-def test_a_child_that_somebody_edits_is_put_back():
+def test_an_edited_child_is_restored():
     world = World()
     world.converge()
     before = world.snapshot()
@@ -138,7 +138,7 @@ def test_a_child_that_somebody_edits_is_put_back():
     assert world.snapshot() == before
 
 
-def test_an_object_of_somebody_else_is_never_adopted():
+def test_an_object_of_another_owner_is_never_adopted():
     world = World()
     theirs = {
         "apiVersion": "v1",
@@ -275,7 +275,7 @@ def test_a_turn_without_a_wake_reads_no_objects_but_asks_the_pods():
     assert world.loop._seen is seen
 
 
-def test_a_service_that_is_gone_is_nobodys_business():
+def test_a_service_that_is_gone_is_ignored():
     world = World()
     world.cluster.edit(
         VLM_SERVICE, "ns", "demo", lambda item: item["metadata"].update(finalizers=[])

@@ -46,7 +46,7 @@ def test_stages_add_up_to_the_time_to_first_token():
         assert min(job.marks.values()) >= 0
 
 
-def test_kv_tokens_come_back_to_zero():
+def test_kv_tokens_in_use_return_to_zero():
     last = {}
 
     class Watching:

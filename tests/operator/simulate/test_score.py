@@ -63,7 +63,7 @@ def test_direction_changes_are_turns_not_steps():
     assert most_within((), 60.0) == 0
 
 
-def test_the_front_keeps_who_is_not_beaten_in_both():
+def test_the_front_has_the_runs_that_no_other_beats_in_both():
     points = {"a": (1.0, 9.0), "b": (2.0, 5.0), "c": (3.0, 6.0), "d": (4.0, 4.0)}
     assert front(points) == ["a", "b", "d"]
 

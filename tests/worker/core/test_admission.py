@@ -98,7 +98,7 @@ def test_of_two_running_prompts_the_more_important_one_is_computed_first() -> No
     st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.sampled_from(Lane)), max_size=12),
     st.sampled_from([FCFS, DUAL]),
 )
-def test_blocks_set_aside_never_stop_those_who_lack_them_for_ever(
+def test_reserved_blocks_never_stop_requests_without_them_for_ever(
     arrivals: list[tuple[int, bool, Lane]], settings: AdmissionSettings
 ) -> None:
     simulation = Simulation(num_blocks=21, max_num_seqs=2, budget=64, settings=settings)
@@ -109,7 +109,7 @@ def test_blocks_set_aside_never_stop_those_who_lack_them_for_ever(
 
 
 @pytest.mark.parametrize("num_before", [1, 4, 6])
-def test_whoever_has_blocks_set_aside_enters_past_those_who_lack_them(num_before: int) -> None:
+def test_a_request_with_reserved_blocks_bypasses_requests_without(num_before: int) -> None:
     simulation = Simulation(num_blocks=21, max_num_seqs=2, budget=64, settings=FCFS)
     large = [simulation.add(text(f"large {n}", 60)) for n in range(num_before)]
     for sequence in large:
@@ -122,7 +122,7 @@ def test_whoever_has_blocks_set_aside_enters_past_those_who_lack_them(num_before
     simulation.run([])
 
 
-def test_a_watermark_does_not_hold_back_whoever_has_blocks_set_aside() -> None:
+def test_a_watermark_does_not_hold_back_a_request_with_reserved_blocks() -> None:
     simulation = Simulation(num_blocks=21, max_num_seqs=2, budget=64)
     runs = simulation.add(text("runs", 57))
     simulation.step()
@@ -169,7 +169,7 @@ def test_a_backed_up_lane_that_does_not_fit_leaves_the_step_to_the_other() -> No
     assert simulation.scheduler.waiting.num_admitted[AdmissionReason.FILLING] == 1
 
 
-def test_whoever_was_passed_by_too_often_is_left_room_by_reservations() -> None:
+def test_reservations_leave_blocks_for_a_request_that_was_bypassed_too_often() -> None:
     simulation = Simulation(num_blocks=17, max_num_seqs=2, budget=64)
     simulation.add(text("runs", 14, max_tokens=20))
     simulation.step()

@@ -78,7 +78,7 @@ def test_what_is_left_of_an_image_after_a_prefix_hit_runs_whole() -> None:
     st.none() | st.integers(1, 12),
     st.booleans(),
 )
-def test_shares_fit_into_the_budget_and_leave_nothing_that_somebody_could_use(
+def test_shares_fit_into_the_budget_and_leave_no_usable_rest(
     todo: list[tuple[Prompt, int]], budget: int, cap: int | None, whole_images: bool
 ) -> None:
     token_budget = TokenBudget(budget, cap=cap, whole_images=whole_images)

@@ -47,7 +47,7 @@ def test_what_expired_goes_before_what_is_merely_older() -> None:
     assert (cache.num_expirations, cache.num_evictions, cache.num_demotions) == (2, 0, 0)
 
 
-def test_what_leaves_the_hot_tier_waits_in_the_cold_one_and_comes_back_when_used() -> None:
+def test_an_entry_demoted_to_the_cold_tier_is_promoted_when_used() -> None:
     cache = EncoderCache(max_bytes=20, cold_bytes=20, ttl_seconds=TTL)
     entries = [filled(cache, bytes([n]), 10) for n in range(4)]
     assert [entry.tier for entry in entries] == [Tier.COLD, Tier.COLD, Tier.HOT, Tier.HOT]
@@ -73,7 +73,7 @@ def test_what_is_larger_than_the_cold_tier_makes_no_room_there_for_nothing() -> 
     assert found(cache, "abc") == "ac"
 
 
-def test_two_who_need_the_same_image_share_one_filling() -> None:
+def test_two_requests_of_the_same_image_share_one_encode() -> None:
     cache = EncoderCache(max_bytes=30, ttl_seconds=TTL)
     entry = cache.begin(b"a", "one", num_tokens=4)
     assert cache.find(b"a", num_tokens=4, now=0.0) is entry
@@ -81,7 +81,7 @@ def test_two_who_need_the_same_image_share_one_filling() -> None:
     assert (cache.num_misses, cache.num_joins, cache.num_hits) == (1, 1, 0)
 
 
-def test_an_expired_entry_serves_its_pinner_and_nobody_new() -> None:
+def test_an_expired_entry_serves_only_requests_that_pin_it() -> None:
     cache = EncoderCache(max_bytes=30, ttl_seconds=TTL)
     old = filled(cache, b"a", 10)
     cache.use(old, "me", now=0.0)

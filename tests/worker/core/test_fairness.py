@@ -51,7 +51,7 @@ crowds = st.tuples(
 
 @settings(max_examples=60)
 @given(crowds)
-def test_nobody_starves_whatever_arrives(drawn: tuple[Any, ...]) -> None:
+def test_no_request_starves_whatever_arrives(drawn: tuple[Any, ...]) -> None:
     everybody_is_served(*drawn)
 
 
@@ -59,7 +59,7 @@ def test_nobody_starves_whatever_arrives(drawn: tuple[Any, ...]) -> None:
 @pytest.mark.timeout(1800)
 @settings(max_examples=5_000)
 @given(crowds)
-def test_nobody_starves_in_thousands_of_crowds(drawn: tuple[Any, ...]) -> None:
+def test_no_request_starves_in_thousands_of_crowds(drawn: tuple[Any, ...]) -> None:
     everybody_is_served(*drawn)
 
 
@@ -103,7 +103,7 @@ def test_the_low_priority_of_a_preempted_sequence_does_not_hold_it_down_for_ever
     assert crowd.scheduler.waiting.num_admitted[AdmissionReason.AGED] > 0
 
 
-def test_whoever_lacks_blocks_is_passed_by_so_often_and_no_more() -> None:
+def test_a_request_without_blocks_is_bypassed_a_bounded_number_of_times() -> None:
     patient = dataclasses.replace(FCFS, ageing_seconds=1e9)
     pattern = [[Arrival(9, 20, 0, Lane.TEXT)]]
     crowd = Crowd(pattern, settings=patient, num_blocks=18, max_num_seqs=3, budget=64)

@@ -116,7 +116,7 @@ def test_positions_are_those_of_transformers(
 
 @settings(max_examples=100)
 @given(prompt=prompts(), answer=st.lists(st.integers(7, 700), max_size=8))
-def test_an_answer_stands_where_delta_says(
+def test_answer_positions_are_shifted_by_delta(
     prompt: tuple[list[int], list[ImageItem]], answer: list[int]
 ) -> None:
     ids, items = prompt
@@ -164,7 +164,7 @@ def test_items_that_disagree_with_the_prompt_are_refused(
 
 
 @given(prompt=prompts(), excess=st.integers(0, 2**31 - 1 - 704), data=st.data())
-def test_a_token_without_an_embedding_is_refused_wherever_it_stands(
+def test_a_token_without_an_embedding_is_refused_at_any_position(
     prompt: tuple[list[int], list[ImageItem]], excess: int, data: st.DataObject
 ) -> None:
     """The table has rows for ids below 704; what lies beyond must not be read as another token."""

@@ -81,7 +81,7 @@ departures = st.tuples(
 
 @settings(max_examples=80)
 @given(departures)
-def test_images_come_late_and_requests_are_cancelled_and_every_block_comes_back(
+def test_every_block_is_freed_despite_late_images_and_cancellations(
     drawn: tuple[Any, ...],
 ) -> None:
     every_block_comes_back(*drawn)
@@ -101,13 +101,13 @@ class Anew(Simulation):
 
 @settings(max_examples=40)
 @given(departures)
-def test_whoever_is_not_tried_again_would_not_have_entered(drawn: tuple[Any, ...]) -> None:
+def test_a_request_that_is_not_retried_would_not_have_been_admitted(drawn: tuple[Any, ...]) -> None:
     todo, fates, settings, *bounds = drawn
     ageless = dataclasses.replace(settings, ageing_seconds=1e9)
     every_block_comes_back(todo, fates, ageless, *bounds, kind=Anew)
 
 
-def test_blocks_that_come_back_let_one_enter_at_once() -> None:
+def test_freed_blocks_admit_a_request_at_once() -> None:
     run = Anew(num_blocks=17, max_num_seqs=4, budget=64)
     assert run.pool.reserve(10)
     waiting = run.add(text("waiting", 40))
@@ -123,7 +123,7 @@ def test_blocks_that_come_back_let_one_enter_at_once() -> None:
 @pytest.mark.timeout(1800)
 @settings(max_examples=5_000)
 @given(departures)
-def test_every_block_comes_back_in_thousands_of_runs(drawn: tuple[Any, ...]) -> None:
+def test_every_block_is_freed_in_thousands_of_runs(drawn: tuple[Any, ...]) -> None:
     every_block_comes_back(*drawn)
 
 

@@ -67,7 +67,7 @@ def test_a_hit_leaves_the_last_token_even_where_all_is_known() -> None:
         assert run.answers == expected([work, again])
 
 
-def test_nobody_hits_what_is_not_written_yet() -> None:
+def test_blocks_that_are_not_written_yet_are_no_hit() -> None:
     twins = [about(name, num_before=9, num_visual=6, after=[3]) for name in ("one", "two")]
     later = about("later", num_before=9, num_visual=6, after=[3], at=1)
     run = simulation()
@@ -99,7 +99,7 @@ def going_on(work: Work, answer: list[int], *, name: str) -> Work:
 
 @pytest.mark.parametrize("num_before", [1, 2, 9, 11])
 @pytest.mark.parametrize("num_steps", [1, 2, 6, 11])
-def test_a_running_answer_is_known_to_who_goes_on_from_it(num_before: int, num_steps: int) -> None:
+def test_a_prefix_of_a_running_answer_is_a_hit(num_before: int, num_steps: int) -> None:
     first = about("first", num_before=num_before, num_visual=2, after=[], max_tokens=12)
     run = simulation()
     run.add(first)
@@ -114,7 +114,7 @@ def test_a_running_answer_is_known_to_who_goes_on_from_it(num_before: int, num_s
 
 @settings(max_examples=60)
 @given(works(), st.integers(1, 30))
-def test_who_goes_on_from_running_answers_says_what_it_says_alone(
+def test_a_request_that_continues_a_running_answer_answers_as_alone(
     todo: list[Work], num_steps: int
 ) -> None:
     run = simulation()

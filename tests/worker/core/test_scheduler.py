@@ -94,7 +94,7 @@ def test_tenants_share_no_prefix() -> None:
     assert simulation.cached["1"] == 0
 
 
-def test_who_does_not_fit_lets_others_pass_but_not_for_ever() -> None:
+def test_a_request_that_does_not_fit_is_bypassed_but_not_for_ever() -> None:
     simulation = Simulation(num_blocks=18, max_num_seqs=3, budget=64)
     big = text(0, 60, max_tokens=2, token=2)
     small = [text(n, 9, max_tokens=20, at=n // 40, token=3 + n % 50) for n in range(1, 150)]
@@ -104,7 +104,7 @@ def test_who_does_not_fit_lets_others_pass_but_not_for_ever() -> None:
     assert 1 < finished.index("0") < len(finished) - 1  # passed by some, and not by all
 
 
-def test_a_missing_embedding_stalls_one_sequence_and_nobody_else() -> None:
+def test_a_missing_embedding_blocks_one_sequence_and_no_other() -> None:
     simulation = Simulation(num_blocks=65, max_num_seqs=4, budget=64)
     image = make_image(1, num_tokens=5)
     request = Request(
@@ -142,7 +142,7 @@ def about_image(name: str, *, num_text_before: int) -> Work:
     return Work(request, (image,), 0)
 
 
-def test_who_waits_for_an_embedding_takes_no_blocks_and_blocks_nobody() -> None:
+def test_a_request_that_waits_for_an_embedding_takes_no_blocks_and_blocks_no_other() -> None:
     simulation = Simulation(num_blocks=65, max_num_seqs=1, budget=64)
     waiting = simulation.add(about_image("stalled", num_text_before=0))
     waiting.embeddings[0] = None

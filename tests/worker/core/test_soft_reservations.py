@@ -193,7 +193,7 @@ def everybody_is_served(
             assert simulation.answers[name] == alone(simulation.works[sequence])
 
 
-def test_whoever_does_not_fit_beside_those_who_asked_sleeps_until_one_leaves() -> None:
+def test_a_request_that_does_not_fit_beside_reservations_waits_until_one_ends() -> None:
     simulation = Asking(num_blocks=17, max_num_seqs=8, settings=FCFS, delay=10**6)
     first = [simulation.come(about(str(number), number, 27)) for number in range(2)]
     late = simulation.come(about("late", 7, 27))
@@ -239,7 +239,7 @@ def test_small_images_pass_a_large_one_so_often_and_no_more(settings: AdmissionS
     assert simulation.order.index("large") <= 4 + 2 * MAX_BYPASSED
 
 
-def test_those_who_sleep_are_looked_at_once() -> None:
+def test_blocked_requests_are_tried_once() -> None:
     simulation = Asking(num_blocks=17, max_num_seqs=8, settings=FCFS, delay=10**6)
     for number in range(300):
         simulation.come(about(str(number), number, 27))

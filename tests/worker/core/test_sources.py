@@ -81,7 +81,7 @@ def test_a_pod_fetches_from_the_port_of_workers_alone(
         ({}, None),
     ],
 )
-def test_who_answers_must_be_a_worker_of_the_service(
+def test_a_peer_must_be_a_worker_of_the_service(
     said: dict[str, object], error: type[Exception] | None
 ) -> None:
     hello = {"model": "m", "compat": "c1", "boot_id": BOOT, **said}

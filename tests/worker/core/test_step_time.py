@@ -39,6 +39,6 @@ def test_steps_of_one_size_give_their_mean_rate() -> None:
 
 
 @given(st.floats(0, 1e9))
-def test_a_full_queue_says_to_come_back_when_it_is_computed_within_bounds(seconds: float) -> None:
+def test_a_full_queue_gives_a_bounded_retry_time(seconds: float) -> None:
     assert 0.1 <= retry_after(seconds) <= 30
     assert retry_after(seconds) == seconds or not 0.1 <= seconds <= 30

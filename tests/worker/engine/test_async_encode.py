@@ -162,7 +162,7 @@ async def test_an_engine_that_stops_waits_for_no_images(start: Any) -> None:
     runner.may_encode.set()
 
 
-def test_an_image_that_nobody_waits_for_any_more_is_kept_and_found() -> None:
+def test_an_image_without_waiting_requests_is_cached() -> None:
     runner = BesideRunner()
     engine = decoding(runner)
     engine.encode("a", [prepared_image(0)])

@@ -75,7 +75,7 @@ async def test_what_was_confirmed_is_a_prefix_for_others_and_the_rest_is_not(sta
     await there.release(again.key)
 
 
-async def test_blocks_of_a_request_that_ended_are_nobody_elses_while_they_are_lent(
+async def test_blocks_of_an_ended_request_are_not_reused_while_they_are_lent(
     start: Any,
 ) -> None:
     """Whoever still writes there writes into nobody's answer."""

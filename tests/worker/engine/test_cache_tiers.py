@@ -29,7 +29,7 @@ async def test_idle_embeddings_leave_when_room_is_needed_and_pinned_ones_stay(st
     await engine.cancel(key("pinned"))
 
 
-async def test_what_the_device_has_no_room_for_waits_in_host_memory_and_comes_back(
+async def test_embeddings_that_exceed_device_memory_move_to_host_memory_and_return(
     start: Any,
 ) -> None:
     runner = ChecksumRunner()

@@ -115,7 +115,7 @@ async def test_a_message_larger_than_the_bound_is_written_alone(start: Any, unti
     await engine.release(key)
 
 
-async def test_whoever_is_cancelled_is_not_copied_for(start: Any, until: Any) -> None:
+async def test_a_cancelled_request_is_not_copied(start: Any, until: Any) -> None:
     runner = Copying()
     engine: Engine = start(runner)
     key = await receive(engine, num_blocks=2)
@@ -133,7 +133,7 @@ async def test_whoever_is_cancelled_is_not_copied_for(start: Any, until: Any) ->
     await events(answer)
 
 
-async def test_a_copy_that_nobody_waits_for_is_not_begun(start: Any, until: Any) -> None:
+async def test_a_copy_without_a_waiting_request_is_not_started(start: Any, until: Any) -> None:
     runner = Copying()
     engine: Engine = start(runner)
     key = await receive(engine, num_blocks=2)

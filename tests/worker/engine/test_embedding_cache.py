@@ -98,7 +98,7 @@ def idle(cache: EmbeddingCache, key: bytes) -> tuple[Lookup, Entry]:
     return found, entry
 
 
-def test_an_embedding_comes_back_from_host_memory_as_it_was() -> None:
+def test_an_embedding_is_restored_from_host_memory_unchanged() -> None:
     cache = EmbeddingCache(Codec(), max_bytes=8, cold_bytes=8, ttl_seconds=TTL)
     _, first = idle(cache, b"a")
     idle(cache, b"b")

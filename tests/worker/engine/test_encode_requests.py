@@ -78,7 +78,7 @@ async def test_a_known_image_needs_no_patches(start: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["cancel", "unpin_cached"])
-async def test_a_known_image_stays_until_it_is_let_go(start: Any, end: str) -> None:
+async def test_a_cached_image_stays_until_it_is_unpinned(start: Any, end: str) -> None:
     engine: Engine = start(
         embedding_cache_bytes=embed(prepared_image(1)).nbytes, max_image_tokens=5
     )
@@ -194,7 +194,7 @@ async def test_cancelling_a_queued_image_takes_it_out_of_the_queue(start: Any, u
     await engine.cancel(key("y"))
 
 
-async def test_a_full_queue_answers_overloaded_with_a_time_to_come_back(start: Any) -> None:
+async def test_a_full_queue_answers_overloaded_with_a_retry_time(start: Any) -> None:
     engine: Engine = start(max_waiting_images=2)
     told = await events(engine.encode(key("a"), [prepared_image(n) for n in range(3)]))
     assert errors(told) == [OverloadedError] * 3
@@ -204,7 +204,7 @@ async def test_a_full_queue_answers_overloaded_with_a_time_to_come_back(start: A
 
 
 @pytest.mark.timeout(10)
-async def test_a_key_is_encoded_once_and_the_first_who_asked_is_answered(start: Any) -> None:
+async def test_a_key_is_encoded_once_for_its_first_request(start: Any) -> None:
     engine: Engine = start()
     first, second = (engine.encode(key("a"), [prepared_image(1)]) for _ in range(2))
     assert errors(await events(second)) == [DuplicateError]

@@ -86,7 +86,7 @@ async def test_poisoned_kv_is_never_served_again(start: Any) -> None:
     assert engine.stats().count("prefix_cache_hits") == 0
 
 
-async def test_three_dead_steps_in_a_row_make_the_engine_unhealthy(start: Any) -> None:
+async def test_three_failed_steps_in_a_row_make_the_engine_unhealthy(start: Any) -> None:
     runner = ChecksumRunner()
     engine: Engine = start(runner)
     for number in range(3):
@@ -134,7 +134,7 @@ class BrokenRunner(ChecksumRunner):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_dead_thread_fails_everybody_and_reports_its_cause(start: Any) -> None:
+async def test_an_ended_thread_fails_all_requests_and_reports_its_cause(start: Any) -> None:
     engine: Engine = start(BrokenRunner(), dies=True)
     imaged = engine.submit_prefill(about_image("imaged"), for_peer=False)
     assert await anext(imaged) == NeedItems((0,))

@@ -275,7 +275,7 @@ def question(number: int, mode: str, *, max_tokens: int = 20) -> Work:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_small_pool_preempts_and_nobody_hears_it(mode: str) -> None:
+def test_a_small_pool_preempts_without_a_change_of_answers(mode: str) -> None:
     todo = [question(number, mode, max_tokens=40) for number in range(4)]
     line = bounded(run(todo, num_blocks=20, budget=16, max_num_seqs=4))
     where = line.decode if mode == "handed over" else line.prefill

@@ -65,7 +65,7 @@ async def test_an_embedding_made_here_is_found_without_being_put(start: Any) -> 
     engine.release_embedding(request.key, 0)
 
 
-async def test_one_put_serves_all_who_asked_for_the_image(start: Any) -> None:
+async def test_one_put_serves_all_requests_of_the_image(start: Any) -> None:
     engine: Engine = start()
     requests = [about_image("a"), about_image("b")]
     streams = [engine.submit_prefill(request, for_peer=False) for request in requests]

@@ -36,7 +36,7 @@ from vlm_worker.types import (
 from vlm_worker.wire.messages import CancelOutcome
 
 
-async def test_idle_time_is_the_runners_until_somebody_comes(start: Any, until: Any) -> None:
+async def test_the_runner_uses_idle_time_until_a_request_arrives(start: Any, until: Any) -> None:
     runner = ChecksumRunner()
     runner.num_idle_steps = most = 1 << 60
     engine: Engine = start(runner)

@@ -73,7 +73,7 @@ async def test_a_thread_that_calls_keeps_the_interpreter() -> None:
     assert not too_early
 
 
-async def test_a_call_that_raises_keeps_nobody_else_from_being_called() -> None:
+async def test_a_call_that_raises_does_not_stop_other_calls() -> None:
     calls, made, errors = await opened(), [], []
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
@@ -92,7 +92,7 @@ async def test_a_call_that_raises_keeps_nobody_else_from_being_called() -> None:
     assert [str(error) for error in errors] == ["told to"]
 
 
-def test_nobody_is_called_on_a_loop_that_is_closed() -> None:
+def test_no_call_is_made_on_a_closed_loop() -> None:
     loop, calls = asyncio.new_event_loop(), LoopNotifier()
     calls.open(loop)
     loop.close()

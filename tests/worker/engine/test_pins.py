@@ -25,7 +25,7 @@ def held(engine: ByHand) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("num_waiting", [3, 3 * MAX_CANDIDATES])
-def test_whoever_waits_for_blocks_asks_for_no_embedding_and_holds_none(num_waiting: int) -> None:
+def test_a_request_that_waits_for_blocks_pins_no_embedding(num_waiting: int) -> None:
     engine = ByHand(17, embedding_cache_bytes=100, max_image_tokens=NUM_TOKENS)
     engine.submit(prompt("holder", [], first=9), for_peer=True)
     engine.state.sequences.reserve(RequestKey("holder 2", 0), 60)  # nothing is left

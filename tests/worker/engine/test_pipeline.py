@@ -109,7 +109,7 @@ def test_a_lone_image_is_encoded_in_the_turn_in_which_it_comes() -> None:
     engine.state.cancel(RequestKey("a", 0))
 
 
-def test_images_of_all_who_wait_go_in_one_call() -> None:
+def test_images_of_all_waiting_requests_go_in_one_call() -> None:
     engine = ByHand()
     for name in "abc":
         engine.encode(name, [prepared_image(ord(name)), prepared_image(0)])
@@ -141,7 +141,7 @@ def test_a_large_call_takes_one_image_of_each_request() -> None:
         engine.state.cancel(RequestKey(name, 0))
 
 
-def test_the_images_of_important_requests_go_first_and_nobody_waits_for_ever() -> None:
+def test_images_of_important_requests_go_first_and_no_request_waits_for_ever() -> None:
     engine = ByHand(max_encode_tokens=NUM_TOKENS)
     for number, priority in enumerate((-1, 0, 1)):
         engine.encode(str(number), [prepared_image(number)], priority=priority)
@@ -183,7 +183,7 @@ def test_a_long_queue_of_images_never_keeps_a_decoding_sequence_from_its_next_to
         engine.state.cancel(RequestKey(str(name), 0))
 
 
-def test_where_nobody_decodes_the_encoder_takes_all_that_its_budget_allows() -> None:
+def test_without_decoding_requests_the_encoder_uses_its_whole_budget() -> None:
     engine = ByHand(max_encode_tokens=30, max_encode_tokens_decoding=5)
     engine.encode("a", [prepared_image(number) for number in range(6)])
     engine.turn()

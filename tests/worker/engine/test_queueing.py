@@ -83,7 +83,7 @@ async def test_a_queue_full_of_pixels_refuses_and_takes_in_one_call_whatever_its
         await engine.cancel(RequestKey(name, 0))
 
 
-async def test_stats_tell_who_waits_in_which_lane_and_why_they_were_let_in(
+async def test_stats_count_waiting_requests_by_lane_and_admissions_by_reason(
     start: Any, until: Any
 ) -> None:
     runner = ChecksumRunner()

@@ -99,7 +99,7 @@ async def test_penalties_and_biases_change_what_is_drawn(start: Any) -> None:
     assert len(set(answers["penalties"])) > len(set(answers["plain"]))
 
 
-async def test_only_who_asks_is_told_log_probabilities(start: Any) -> None:
+async def test_only_requests_that_ask_get_log_probabilities(start: Any) -> None:
     engine: Engine = start(LogitsRunner())
     wanted = {"a": None, "b": 0, "c": 5}
     told = await asyncio.gather(

@@ -47,7 +47,7 @@ async def begun(service: Cluster, asked: list[Question]) -> list[asyncio.Task[Ou
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_streams_wait_for_the_only_pod_of_a_pool_to_come_back(role: str) -> None:
+async def test_streams_wait_for_the_only_pod_of_a_pool_to_return(role: str) -> None:
     async with cluster(counts=ONE_EACH, gateway_flags=("--patience-seconds=30",)) as service:
         asked = questions(3)
         undisturbed = await asyncio.gather(*(service.ask(one) for one in asked))
@@ -72,7 +72,7 @@ async def test_streams_wait_for_the_only_pod_of_a_pool_to_come_back(role: str) -
         await service.until_idle(seconds=15)
 
 
-async def test_when_no_pod_comes_back_every_stream_ends_in_one_error() -> None:
+async def test_if_no_pod_returns_every_stream_ends_with_one_error() -> None:
     async with cluster(
         counts={**ONE_EACH, "decode": 2}, gateway_flags=(f"--patience-seconds={PATIENCE_SECONDS}",)
     ) as service:

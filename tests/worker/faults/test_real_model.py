@@ -20,7 +20,7 @@ STAGES_KILLED = {"encoder": "encode", "prefill": "prefill", "decode": "token"}
 PATIENCE_SECONDS = 60.0
 
 
-async def test_the_real_model_says_the_same_whoever_is_killed() -> None:
+async def test_the_real_model_answers_the_same_whichever_pod_is_killed() -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -52,7 +52,7 @@ async def test_a_bad_request_is_refused_naming_its_part(api: httpx.AsyncClient, 
     assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
-async def test_a_good_request_without_workers_is_told_to_come_back(api: httpx.AsyncClient) -> None:
+async def test_a_good_request_without_workers_gets_a_retry_time(api: httpx.AsyncClient) -> None:
     answer = await api.post("/v1/chat/completions", json=chat())
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1

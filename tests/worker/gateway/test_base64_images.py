@@ -33,7 +33,7 @@ def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.mark.usefixtures("piece")
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 47, 48, 49, 1000])
-def test_any_bytes_come_back_and_are_hashed(length: int) -> None:
+def test_any_bytes_are_decoded_and_hashed(length: int) -> None:
     data = bytes(i * 37 % 256 for i in range(length))
     assert decoded(base64.b64encode(data)) == (data, xxhash.xxh3_128_digest(data))
 

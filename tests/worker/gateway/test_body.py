@@ -39,7 +39,7 @@ def test_a_large_body_that_was_announced_is_written_where_it_stays() -> None:
     assert places <= {id(None), id(whole)}
 
 
-def test_a_large_body_that_nobody_announced_grows() -> None:
+def test_the_buffer_of_a_large_body_without_a_length_grows() -> None:
     body, piece = BodyBuffer(0), bytes(range(256)) * 256
     for _ in range(400):
         body.add(piece)

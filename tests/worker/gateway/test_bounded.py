@@ -90,7 +90,7 @@ async def test_slow_uploads_hold_what_they_announced_and_no_more_than_the_budget
     assert "triptych_gateway_memory_limit_bytes 1.34217728e+08" in metrics
 
 
-async def test_a_refusal_says_when_to_come_back() -> None:
+async def test_a_refusal_has_a_retry_time() -> None:
     settings = gateway_settings([], memory_bytes=MIB)
     async with serving(settings) as gateway, connections(gateway, 1) as (client,):
         await client.say(f"{CHAT}content-length: {MIB}\r\n\r\n{{")

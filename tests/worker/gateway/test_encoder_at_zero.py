@@ -73,7 +73,7 @@ async def test_a_held_image_is_answered_as_soon_as_an_encoder_is_there(
         assert timing["ttft_ms"] == pytest.approx(sum(timing["stages"].values()), abs=0.01)
 
 
-async def test_nobody_is_held_longer_than_the_settings_say(tmp_path: Path) -> None:
+async def test_no_request_is_held_longer_than_the_settings_allow(tmp_path: Path) -> None:
     config = settings_file(tmp_path, "Queue", max_queue_seconds=0.2)
     async with stack(*WITHOUT_ENCODERS, config=config) as served:
         answer = await say(served, png(), "What is this?")

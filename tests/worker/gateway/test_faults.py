@@ -84,7 +84,7 @@ async def served() -> AsyncIterator[Stack]:
 
 
 @pytest.mark.parametrize("after", [1, 2, 17])
-async def test_an_answer_goes_on_identically_when_its_decode_pod_dies(
+async def test_an_answer_continues_identically_if_its_decode_pod_is_lost(
     served: Stack, after: int
 ) -> None:
     expected = await answer(served)
@@ -144,7 +144,7 @@ async def test_a_pod_that_becomes_ready_is_asked_at_once(served: Stack) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.ENCODER, Role.PREFILL])
-async def test_a_request_goes_elsewhere_when_a_pod_dies_before_the_first_token(role: Role) -> None:
+async def test_a_request_moves_if_a_pod_is_lost_before_the_first_token(role: Role) -> None:
     stage = {Role.ENCODER: "encode", Role.PREFILL: "prefill"}[role]
     async with stack(*TWO_EACH, worker_delays={stage: 0.5}) as served:
         expected = await answer(served)
@@ -157,7 +157,7 @@ async def test_a_request_goes_elsewhere_when_a_pod_dies_before_the_first_token(r
         await served.until_idle()
 
 
-async def test_one_well_formed_error_ends_a_stream_that_nobody_can_continue() -> None:
+async def test_one_well_formed_error_ends_a_stream_that_no_pod_can_continue() -> None:
     events: list[bytes] = []
     async with (
         stack(*TWO_EACH, patience_seconds=0.5) as served,
@@ -201,7 +201,7 @@ async def test_without_room_anywhere_a_request_waits_until_there_is(served: Stac
     assert await asking == expected
 
 
-async def test_a_request_that_may_not_wait_is_told_when_to_come_back(tmp_path: Any) -> None:
+async def test_a_request_that_may_not_wait_gets_a_retry_time(tmp_path: Any) -> None:
     config = tmp_path / "gateway.json"
     config.write_text('{"admission": {"max_queue_seconds": 0.1, "on_exceeded": "Reject"}}')
     async with stack((Role.PREFILL, (P,)), (Role.DECODE, (D,)), config=config) as served:

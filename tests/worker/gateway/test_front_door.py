@@ -98,7 +98,7 @@ async def test_keys_come_and_go_while_it_runs(keys: Path) -> None:
         assert (await get(f"{gateway.url}/v1/models", **alice)).status_code == 401
 
 
-async def test_without_readable_keys_nobody_gets_in(tmp_path: Path) -> None:
+async def test_without_readable_keys_no_client_is_authorised(tmp_path: Path) -> None:
     settings = gateway_settings([], api_keys_dir=tmp_path / "missing")
     async with serving(settings) as gateway:
         answer = await raw(gateway.url, "GET /v1/models HTTP/1.1", authorization="Bearer ")
@@ -231,7 +231,7 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
     assert b" 408 " in answer.splitlines()[0]
 
 
-async def test_who_finds_no_place_is_told_before_the_body_is_read() -> None:
+async def test_a_request_beyond_the_limit_is_refused_before_its_body_is_read() -> None:
     headers = {"content-type": "application/json", "content-length": "50"}
     async with serving(gateway_settings([], max_waiting=0)) as gateway:
         answer = await raw(gateway.url, "POST /v1/chat/completions HTTP/1.1", "{", **headers)

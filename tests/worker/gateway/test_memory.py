@@ -72,7 +72,7 @@ def test_no_more_is_held_than_the_budget_nor_by_a_tenant_than_its_share(
     assert budget.used_in_all == budget.used(Kind.BODY) == budget.used(Kind.PROMPT) == 0
 
 
-def test_a_refusal_says_which_bound_it_was_and_when_to_come_back() -> None:
+def test_a_refusal_names_its_limit_and_a_retry_time() -> None:
     budget = MemoryBudget(1000)
     budget.hold("a", shared=True).admit(250)
     for tenant, shared, bound in (("a", True, Bound.TENANT_MEMORY), ("b", False, Bound.MEMORY)):

@@ -88,7 +88,7 @@ async def test_all_requests_learn_at_the_same_time_that_the_pool_stays_empty(com
     assert await Request(patience=patience, comes=comes, back=None).end() == (False, patience)
 
 
-async def test_who_comes_after_it_waits_no_more() -> None:
+async def test_a_request_after_the_deadline_does_not_wait() -> None:
     patience = default_patience()
     late = patience + 1.0
     assert await Request(patience=patience, comes=late, back=None).end() == (False, late)

@@ -56,13 +56,13 @@ def test_no_more_wait_than_there_is_room(size: int, arriving: int) -> None:
     assert limit.num_waiting == 0
 
 
-def test_who_finds_the_room_full_is_told_when_to_come_back() -> None:
+def test_a_request_beyond_the_limit_gets_a_retry_time() -> None:
     with pytest.raises(OverloadedError) as refused:
         RequestLimit(0).enter()
     assert refused.value.retry_after_seconds > 0
 
 
-def test_a_place_comes_back_whatever_ends_the_wait() -> None:
+def test_a_ticket_is_returned_whatever_ends_the_wait() -> None:
     limit = RequestLimit(1)
     with pytest.raises(KeyError), limit.enter():
         raise KeyError

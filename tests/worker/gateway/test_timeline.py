@@ -90,7 +90,7 @@ def test_chunks_of_prefill_own_their_time_while_a_later_image_is_encoded() -> No
     assert (owned["encode"], owned["prefill"]) == (10, 60)
 
 
-def test_what_nobody_claims_is_other() -> None:
+def test_time_of_no_stage_is_other() -> None:
     spans = [StageSpan("gateway", 0, 2), StageSpan("prefill", 5, 9)]
     owned = attribute(spans, received=0, first_byte=10)
     assert (owned["gateway"], owned["prefill"], owned["other"]) == (2, 4, 4)

@@ -62,7 +62,7 @@ async def test_two_long_works_share_the_turns() -> None:
     assert seen == ["a", "b"] * 20
 
 
-async def test_an_error_of_the_work_is_the_caller_s_and_stops_nobody() -> None:
+async def test_an_error_of_the_work_is_raised_to_its_caller_and_stops_no_other() -> None:
     def failing() -> Steps[None]:
         yield
         raise ValueError("no")

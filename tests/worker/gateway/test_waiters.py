@@ -62,7 +62,7 @@ async def test_as_many_are_woken_as_find_room_in_the_order_in_which_they_came() 
     assert not waiters._groups
 
 
-async def test_those_who_lack_something_else_are_asked_for_themselves() -> None:
+async def test_waiters_with_other_conditions_are_evaluated_separately() -> None:
     waiters, none, some = Waiters(), Pods(), Pods()
     tasks = [
         asyncio.create_task(waiters.wait_until(none.has_room, timeout=60, group="encoder")),
@@ -100,11 +100,11 @@ async def test_a_change_while_others_are_woken_is_not_lost() -> None:
         await asyncio.gather(*tasks)
 
 
-async def test_who_is_not_helped_in_time_is_told_so() -> None:
+async def test_a_waiter_whose_condition_stays_false_times_out() -> None:
     assert not await Waiters().wait_until(lambda: False, timeout=0)
 
 
-async def test_load_reports_ask_nobody() -> None:
+async def test_load_reports_evaluate_no_condition() -> None:
     async with stack(*COLOCATED) as served:
         registry, pods = served.gateway.context.registry, Pods()
         task = asyncio.create_task(registry.wait_until(pods.has_room, timeout=60))

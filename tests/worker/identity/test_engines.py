@@ -80,7 +80,7 @@ async def test_encoder_prefill_and_decode_apart_are_one(
             await hold_law(Law(pairs), asker)
 
 
-async def test_sequences_that_lose_their_blocks_come_back_with_the_same_tokens(
+async def test_preempted_sequences_resume_with_the_same_tokens(
     random_model_dir: Path, random_pairs: Pairs
 ) -> None:
     block_bytes = 5 * 2 * 2 * 64 * 4 * 4

@@ -80,7 +80,7 @@ async def test_a_cancelled_image_gives_its_child_back(pool: MediaPool) -> None:
     assert len(pool.pids) == 1
 
 
-async def test_a_full_queue_says_when_to_come_back() -> None:
+async def test_a_full_queue_gives_a_retry_time() -> None:
     settings = MediaSettings(num_children=1, max_waiting=2)
     pool = MediaPool(FAMILY.processor, model_revision="r", settings=settings)
     await pool.start()

@@ -33,7 +33,7 @@ def taken_over(directory: Path, *flags: str) -> dict[str, str]:
     return said
 
 
-def test_whoever_takes_a_child_over_can_reach_nothing(tmp_path: Path) -> None:
+def test_code_that_takes_over_a_child_can_reach_nothing(tmp_path: Path) -> None:
     said = taken_over(tmp_path)
     if (reason := said.pop("filter")) != "in force":
         pytest.skip(f"no filter of system calls here: {reason}")

@@ -172,7 +172,7 @@ async def test_a_process_whose_device_is_lost_says_so_and_exits_with_1(
         print(f"exited after {time.monotonic() - begun:.2f} s (promised {PROMISE_SECONDS:g})")
 
 
-async def test_serve_ends_with_a_message_when_its_engine_dies(
+async def test_serve_ends_with_a_message_when_its_engine_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else every answer would fail until somebody comes."""

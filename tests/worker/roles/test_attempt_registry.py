@@ -190,7 +190,7 @@ def test_an_expired_reservation_cannot_be_claimed() -> None:
     assert not table.handle().take_over("room")
 
 
-async def test_a_cancel_while_somebody_reads_is_quarantined_until_he_stops() -> None:
+async def test_a_cancel_during_a_read_is_quarantined_until_the_read_ends() -> None:
     table = Table()
     outgoing = table.offer()
     outgoing.advance(1)
@@ -302,7 +302,7 @@ async def test_exposed_memory_of_a_request_that_ended_is_quarantined(
     assert (transport.account.unhealthy_reason is None) == released, "6 % of the pool are lost"
 
 
-async def test_a_cancel_that_nobody_sees_needs_no_quarantine() -> None:
+async def test_a_cancel_without_a_reader_needs_no_quarantine() -> None:
     table = Table()
     outgoing = table.offer()
     assert not table.handle().stop_readers(CancelledError("stop"))

@@ -43,7 +43,7 @@ def test_a_frame_is_made_where_the_last_one_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_who_sets_malloc_in_the_environment_is_left_alone(name: str) -> None:
+def test_malloc_settings_in_the_environment_are_kept(name: str) -> None:
     assert not set_malloc_thresholds({name: "1"})
 
 
@@ -118,6 +118,6 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc than glibc's")
-def test_what_lies_free_between_what_is_used_goes_back_to_the_system() -> None:
+def test_free_memory_between_used_memory_is_returned_to_the_system() -> None:
     worker = str(Path(__file__).parents[3] / "worker")
     subprocess.run([sys.executable, "-c", FREED, worker], check=True, env={"PATH": ""})

@@ -39,7 +39,7 @@ async def test_bounds_that_contradict_each_other_end_the_start_naming_flags(
             pass
 
 
-async def test_who_waits_for_the_model_hears_of_it_before_anything_is_asked(
+async def test_progress_of_the_model_is_shown_before_the_first_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_checkpoint(tmp_path / "llava", "llava")

@@ -124,7 +124,7 @@ async def test_requests_are_answered_in_turn_however_their_bytes_come() -> None:
             assert await reader.readexactly(once) == first
 
 
-async def test_a_port_that_closes_as_somebody_comes_closes_that_connection_too() -> None:
+async def test_a_port_that_closes_during_an_accept_closes_that_connection_too() -> None:
     port = DataPort(ProducerSide(ONE).serve, PATIENT)
     number = port.open("127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", number)) as theirs:
@@ -166,7 +166,7 @@ async def test_what_is_no_request_closes_its_connection_and_no_other(said: bytes
 
 
 @pytest.mark.parametrize("data", [b"", b"\x07", b"\x12\x02\x08\x01", bytes(40)])
-async def test_a_request_that_nobody_understands_is_told_so(data: bytes) -> None:
+async def test_an_invalid_request_gets_an_error(data: bytes) -> None:
     async with (
         listening(ProducerSide(ONE).serve) as (_, port),
         connected(port) as (reader, writer),
@@ -259,7 +259,7 @@ async def test_more_connections_than_it_serves_are_closed(monkeypatch: pytest.Mo
         assert await fetched(link, ONE) == ONE.data
 
 
-async def test_connections_that_ask_for_nothing_make_way_for_who_does(
+async def test_idle_connections_make_way_for_active_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vlm_worker.server.data_port.MAX_CONNECTIONS", 2)

@@ -221,7 +221,7 @@ class Stranger(asyncio.Protocol):
         self.heard += data
 
 
-async def test_a_stranger_is_asked_who_it_is_and_told_nothing() -> None:
+async def test_an_unknown_peer_gets_hello_and_nothing_else() -> None:
     """What listens at the address that a caller names hears of no request and no transfer."""
     stranger = Stranger()
     server = await asyncio.get_running_loop().create_server(lambda: stranger, "127.0.0.1", 0)

@@ -52,7 +52,7 @@ from vlm_worker.wire.messages import (
 )
 
 
-async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_more() -> None:
+async def test_a_decode_worker_lost_before_its_fetch_costs_prefill_one_lease() -> None:
     async with serving("prefill", TENTH) as p:
         accepted = await accept(p, request_of())
         leases = p.components.context.attempts.leases
@@ -64,7 +64,7 @@ async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_m
             _ = [f async for f in p.client.fetch(Fetch.KV, late, timeout=TIMEOUT)]
 
 
-async def test_a_reservation_that_nobody_claims_ends_and_is_counted() -> None:
+async def test_a_reservation_that_is_not_used_ends_and_is_counted() -> None:
     async with serving("decode", TENTH) as d:
         await d.client.reserve(ReserveCall(KEY, 40))
         assert d.components.outstanding["KV tokens reserved"] == 40
@@ -72,7 +72,7 @@ async def test_a_reservation_that_nobody_claims_ends_and_is_counted() -> None:
         assert d.components.context.attempts.leases.num_expired[LeaseKind.RESERVED] == 1
 
 
-async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_prefix() -> None:
+async def test_a_prefill_worker_lost_midway_leaves_decode_only_a_prefix() -> None:
     """Blocks that came whole are a prefix hit later; the request's own are free."""
     async with pair("--max-requests=16", "--max-batched-tokens=32") as two:
         two.prefill.runner.faults.step_seconds = 0.05

@@ -96,7 +96,7 @@ async def test_a_port_answers_where_bind_says(
 
 
 @pytest.mark.parametrize("server", [http, rpc, data, gateway])
-async def test_an_address_of_somebody_else_is_refused_by_name(server: Server) -> None:
+async def test_an_address_in_use_is_refused_by_name(server: Server) -> None:
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1"):
         async with server("192.0.2.1"):
             pytest.fail("it listens")

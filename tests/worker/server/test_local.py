@@ -143,7 +143,7 @@ async def test_a_step_that_fails_ends_an_answer_with_the_same_error(way: str) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_whoever_gives_up_an_answer_leaves_nothing(way: str) -> None:
+async def test_a_cancelled_answer_leaves_nothing(way: str) -> None:
     async with colocated() as (worker, clients):
         for number in range(8):
             async with answering(worker, clients[way], number):

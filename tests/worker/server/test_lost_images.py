@@ -15,7 +15,7 @@ from vlm_worker.testing import assert_idle, make_image
 from vlm_worker.wire.messages import PrefillCall
 
 
-async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it() -> None:
+async def test_a_lost_encoder_is_one_error_of_the_prompt_that_waits_for_it() -> None:
     async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
         e.runner.gate.clear()
         source, task = encoding(e, IMAGES[0])

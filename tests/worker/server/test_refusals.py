@@ -87,7 +87,7 @@ async def test_a_prompt_that_never_fits_is_answered_with_the_numbers() -> None:
         await worker.until_idle()
 
 
-async def test_a_reservation_beyond_the_room_says_when_to_come_back() -> None:
+async def test_a_reservation_beyond_the_free_blocks_gets_a_retry_time() -> None:
     async with serving("decode") as worker:
         await worker.client.reserve(ReserveCall(RequestKey("a", 1), 480))
         with pytest.raises(OverloadedError) as refused:
@@ -95,7 +95,7 @@ async def test_a_reservation_beyond_the_room_says_when_to_come_back() -> None:
         assert refused.value.retry_after_seconds > 0
 
 
-async def test_handles_of_another_life_or_nobody_are_gone() -> None:
+async def test_handles_of_another_incarnation_or_of_none_are_gone() -> None:
     async with serving("decode", "--stages=prefill,decode") as worker:
         hello = await worker.client.hello()
         other = b"x" * 16

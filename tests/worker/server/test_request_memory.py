@@ -159,7 +159,7 @@ async def test_a_wait_for_image_memory_is_a_wait_for_the_encoder() -> None:
         assert media[1].start == queue[0].end
 
 
-async def test_callers_that_announce_much_and_send_nothing_turn_nobody_away() -> None:
+async def test_callers_that_announce_much_and_send_nothing_block_no_other() -> None:
     async with serving("encoder", *budget(64 << 20)) as worker:
         item = EncodeItem("t", MAX_IMAGE_BYTES, SIDE, SIDE, 64, 0, "PNG")
         slow = [
@@ -257,7 +257,7 @@ async def test_a_file_above_the_decoders_limit_is_refused_when_it_is_announced()
     assert (refused.value.item, refused.value.code) == (1, "image_too_large")
 
 
-async def test_embeddings_that_nobody_fetches_are_bounded_and_refuse_before_the_upload() -> None:
+async def test_unfetched_embeddings_are_bounded_and_refuse_before_the_upload() -> None:
     """Waiting requests keep their leases alive; what does not fit is told when to come back."""
     num_tokens = FAMILY.geometry(SIDE, SIDE).num_tokens
     fit = 3

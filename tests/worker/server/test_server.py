@@ -87,7 +87,7 @@ async def test_a_ready_worker_says_so_under_every_name() -> None:
         assert (await page(worker.server, "/readyz"))[0] == 200
 
 
-async def test_a_dead_engine_is_neither_healthy_nor_ready_and_fails_the_process() -> None:
+async def test_a_failed_engine_is_neither_healthy_nor_ready_and_fails_the_process() -> None:
     async with serving("prefill") as worker:
         worker.runner.faults.crash_steps = 100
         for number in range(4):
@@ -175,7 +175,7 @@ async def test_calls_that_are_abandoned_leave_nothing_running() -> None:
         await worker.until_idle()
 
 
-async def test_a_lease_that_nobody_renews_ends_and_frees_its_blocks() -> None:
+async def test_a_lease_that_is_not_renewed_ends_and_frees_its_blocks() -> None:
     async with serving("prefill", "--timer-scale=0.1") as worker:
         accepted = await prefill_until_accepted(worker, request_of())
         assert worker.components.snapshot().leases.held == 1

@@ -69,7 +69,7 @@ async def test_a_producer_of_another_version_sends_the_bytes_in_frames(
         await two.idle()
 
 
-async def test_a_consumer_that_dies_while_it_reads_shared_memory_frees_it(
+async def test_shared_memory_is_freed_if_its_consumer_ends_during_the_read(
     shared: tuple[Path, list[str]],
 ) -> None:
     path, flags = shared
@@ -86,7 +86,7 @@ async def test_a_consumer_that_dies_while_it_reads_shared_memory_frees_it(
         assert two.prefill.components.context.transport.account.abandoned == 0
 
 
-async def test_memory_that_nobody_vouches_for_makes_the_worker_start_anew(
+async def test_abandoned_memory_makes_the_worker_restart(
     shared: tuple[Path, list[str]],
 ) -> None:
     _, flags = shared

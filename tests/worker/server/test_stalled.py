@@ -35,7 +35,7 @@ async def test_a_call_that_is_refused_sends_no_image_and_keeps_its_reason() -> N
             _ = [r async for r in worker.client.encode(CALL, Kept([b"x"]), timeout=TIMEOUT)]
 
 
-async def test_an_upload_that_stands_still_ends_and_leaves_nothing() -> None:
+async def test_a_stalled_upload_ends_and_leaves_nothing() -> None:
     async with (
         serving("encoder", TENTH) as worker,
         grpc.aio.insecure_channel(worker.client.address) as channel,

@@ -89,7 +89,7 @@ async def test_a_short_answer_that_is_damaged_is_refused_and_its_connection_left
 
 
 @pytest.mark.parametrize("way", ["cancelled", "closed"])
-async def test_who_waits_for_a_short_answer_lets_go_of_everything(way: str) -> None:
+async def test_a_reader_of_a_short_answer_frees_everything(way: str) -> None:
     async with stub(b"") as silent, linked(silent.port) as link:
         fetching = asyncio.create_task(fetched_at_once(link))
         await until(lambda: silent.num_connections == 1)

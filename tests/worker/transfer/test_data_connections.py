@@ -207,7 +207,7 @@ async def test_nothing_is_tried_before_a_port_is_known() -> None:
     threads.close()
 
 
-async def test_a_port_where_nobody_listens_is_tried_at_every_fetch(
+async def test_a_port_without_a_listener_is_tried_at_every_fetch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vlm_worker.transfer.data_connections.MAX_FETCHES", 1)

@@ -62,7 +62,7 @@ async def test_memory_that_was_made_ahead_before_carries_the_next_transfer(
         transport.close()
 
 
-async def test_who_asks_for_something_else_has_frames_made_for_himself(
+async def test_a_request_for_other_units_has_its_own_frames_built(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     ours = make()
@@ -97,7 +97,7 @@ async def test_what_was_made_ahead_is_for_one_consumer_and_the_next_has_his_own(
         assert producer.num_exports > 1
 
 
-async def test_who_asks_while_frames_are_made_waits_for_them(
+async def test_a_request_during_a_prebuild_waits_for_it(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     producer = ProducerSide(make())
@@ -111,7 +111,7 @@ async def test_who_asks_while_frames_are_made_waits_for_them(
         assert producer.num_exports == 1
 
 
-async def test_nothing_is_made_ahead_for_who_reads_already(
+async def test_nothing_is_prebuilt_for_a_running_read(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     producer = ProducerSide(make())

@@ -46,7 +46,7 @@ async def test_what_is_damaged_after_its_digest_is_caught_and_the_next_attempt_a
 
 
 @pytest.mark.parametrize("error", [GoneError("taken"), CorruptTransferError("of another size")])
-async def test_a_failure_is_told_to_whoever_asks(
+async def test_a_failure_is_raised_to_every_request(
     make: Make, threads: ThreadPoolExecutor, error: Exception
 ) -> None:
     producer = ProducerSide(make())
@@ -75,7 +75,7 @@ async def test_a_defect_is_not_hidden_and_ends_no_fetch(
 
 
 @pytest.mark.parametrize("end", ["close", "abandon", "fail"])
-async def test_what_nobody_asked_for_comes_back_whatever_becomes_of_the_request(
+async def test_frames_that_are_not_requested_are_freed_however_the_request_ends(
     make: Make, threads: ThreadPoolExecutor, end: str
 ) -> None:
     producer = ProducerSide(make())
@@ -96,7 +96,7 @@ async def test_what_nobody_asked_for_comes_back_whatever_becomes_of_the_request(
 
 @pytest.mark.parametrize("end", ["close", "fail"])
 @pytest.mark.parametrize("is_asked", [False, True])
-async def test_what_ends_while_frames_are_made_ends_whoever_waits_for_them(
+async def test_an_end_during_a_prebuild_ends_the_requests_that_wait_for_it(
     make: Make, threads: ThreadPoolExecutor, end: str, is_asked: bool
 ) -> None:
     ours = make()

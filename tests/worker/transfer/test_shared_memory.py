@@ -171,7 +171,7 @@ def test_memory_that_ends_in_the_middle_ends_the_transfer(
     exposure.close()
 
 
-def test_files_of_the_dead_are_removed_and_those_of_the_living_stay(directory: Path) -> None:
+def test_files_of_ended_processes_are_removed_and_others_stay(directory: Path) -> None:
     script = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
         "from vlm_worker.transfer.shared_memory import SharedMemory\n"

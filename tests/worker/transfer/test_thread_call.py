@@ -52,7 +52,7 @@ async def test_a_cancel_leaves_the_thread_alone(pool: ThreadPoolExecutor) -> Non
     assert running.result()
 
 
-async def test_who_waits_for_the_end_is_cancelled_no_earlier(pool: ThreadPoolExecutor) -> None:
+async def test_a_wait_for_the_end_is_not_cancelled_earlier(pool: ThreadPoolExecutor) -> None:
     go = threading.Event()
     running = run_in_thread(pool, go.wait)
     ending = asyncio.create_task(running.end())

@@ -113,7 +113,7 @@ async def received(pull: Pull) -> bytes:
 
 
 @pytest.mark.parametrize("first_unit", [0, 1, NUM_UNITS])
-async def test_what_was_sent_arrives_and_everything_comes_back(make: Make, first_unit: int) -> None:
+async def test_sent_units_arrive_and_everything_is_freed(make: Make, first_unit: int) -> None:
     ours, theirs = make(), make()
     producer = ProducerSide(ours)
     producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))

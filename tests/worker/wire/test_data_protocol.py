@@ -232,7 +232,7 @@ def test_no_memory_is_given_for_what_a_frame_without_units_claims(kind: int) -> 
 
 
 @given(st.binary(max_size=300))
-def test_a_failure_that_nobody_understands_is_a_failure(data: bytes) -> None:
+def test_an_unknown_failure_is_a_failure(data: bytes) -> None:
     with pytest.raises(WorkerError):
         received_of(
             RECORD.pack(FAILURE, len(data)) + data, Transfer(8, 0, num_units=4, batch=1).reader()

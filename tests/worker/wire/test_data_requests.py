@@ -15,7 +15,7 @@ CALL = FetchCall("t-1", b"b" * 16, b"f" * 16, RequestKey("r-1", 1), 3, "shared-m
 
 
 @pytest.mark.parametrize("fetch", Fetch)
-def test_a_request_comes_back_as_itself(fetch: Fetch) -> None:
+def test_a_request_is_decoded_as_it_was_encoded(fetch: Fetch) -> None:
     data = request_to(fetch, CALL)
     (length,) = LENGTH.unpack_from(data)
     assert length == len(data) - LENGTH.size <= MAX_REQUEST_BYTES
@@ -23,7 +23,7 @@ def test_a_request_comes_back_as_itself(fetch: Fetch) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 100))
-def test_a_request_that_nobody_understands_is_refused(data: bytes, cut: int) -> None:
+def test_an_invalid_request_is_refused(data: bytes, cut: int) -> None:
     honest = request_to(Fetch.KV, CALL)[LENGTH.size :]
     for request in (data, honest[:cut] + data):
         try:

@@ -164,7 +164,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @given(transfers(), st.data())
-def test_a_frame_of_somebody_else_is_caught(
+def test_a_frame_of_another_transfer_is_caught(
     other: str, transfer: Transfer, data: st.DataObject
 ) -> None:
     frames = transfer.frames()

@@ -74,7 +74,7 @@ def received_at_once(stream: bytes) -> None:
                 pass  # refused
 
 
-def test_what_is_damaged_makes_nobody_wait() -> None:
+def test_a_damaged_record_makes_no_reader_wait() -> None:
     draw = drawing()
     for _ in range(NUM_DAMAGES):
         stream = bytearray(STREAM)
@@ -84,7 +84,7 @@ def test_what_is_damaged_makes_nobody_wait() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300), st.binary(max_size=300))))
-def test_records_of_any_kind_and_length_make_nobody_wait(
+def test_records_of_any_kind_and_length_make_no_reader_wait(
     records: list[tuple[int, int, bytes]],
 ) -> None:
     received_at_once(b"".join(RECORD.pack(kind, size) + data for kind, size, data in records))
@@ -112,7 +112,7 @@ def test_what_there_is_no_room_for_is_sent_later_and_arrives_whole(num_before: i
         assert received(theirs, SHORT.reader()) == SHORT.data
 
 
-def test_who_is_gone_is_said_so() -> None:
+def test_a_closed_peer_is_reported() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours, pytest.raises(OSError, match="pipe"):

@@ -28,7 +28,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_comes_back_as_itself(error: errors.WorkerError) -> None:
+def test_an_error_is_decoded_as_it_was_encoded(error: errors.WorkerError) -> None:
     code, message, metadata = status_of(error)
     back = error_of(code, message, metadata)
     assert type(back) is type(error)

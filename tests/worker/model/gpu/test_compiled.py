@@ -122,7 +122,7 @@ def test_what_cannot_be_compiled_computes_as_it_is_written_and_is_said_once(
     assert not parts[0].is_compiled
 
 
-def test_a_fault_of_frozen_layers_is_told_to_whoever_calls_them() -> None:
+def test_a_fault_of_frozen_layers_is_raised_to_the_caller() -> None:
     model = gated_mlps(torch.float32)
     parts = compile_layers(model, traced)
     model[0](torch.randn(3, 32))
