@@ -56,7 +56,7 @@ class ForecastRun:
     """One run under ForecastBound: values alone, so that it can go to another process.
 
     Attributes:
-        settings: fields of every pool, as `triptych_policy.adjusted` takes them.
+        settings: fields of every pool, as `contenders.adjusted` takes them.
     """
 
     forecast: Forecast
