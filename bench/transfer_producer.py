@@ -28,7 +28,7 @@ from vlm_worker.transfer.producer import Producer  # noqa: E402
 from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
 from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
 from vlm_worker.types import RequestKey  # noqa: E402
-from vlm_worker.wire.buffers import BufferViews, copier_of  # noqa: E402
+from vlm_worker.wire.buffers import HostRegions, LiveRegions, copier_of  # noqa: E402
 from vlm_worker.wire.frames import Commit, FrameBatches, TransferId, join_frames  # noqa: E402
 from vlm_worker.wire.messages import FETCH_CALL, FetchCall  # noqa: E402
 from vlm_worker.wire.rpc import METHODS, server_options  # noqa: E402
@@ -90,11 +90,12 @@ async def produce() -> None:
         pool, load = pools[name], LOADS[name]
         released.close()  # its consumer has read what was offered before
 
-        def export(first: int, count: int, _: memoryview) -> memoryview | BufferViews:
+        def export(first: int, count: int, _: memoryview) -> memoryview | LiveRegions:
             if not load.is_scattered:
                 rows: memoryview = pool[first : first + count].reshape(-1).data
                 return rows
-            return BufferViews([block.data for block in pool[first : first + count]], lambda: None)
+            blocks = pool[first : first + count]
+            return LiveRegions(HostRegions([block.data for block in blocks]), lambda: None)
 
         outgoing = Producer(
             TransferId(KEY, name, BOOT, FINGERPRINT, pod_uid="pod"),

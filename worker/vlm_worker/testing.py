@@ -25,6 +25,7 @@ from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
 from vlm_worker.types import EmbedLayout, ImageItem, KVLayout, PreparedImage, Request, TokenLogprobs
+from vlm_worker.wire.buffers import HostRegions, Regions
 
 VOCABULARY = 997
 IMAGE_TOKEN = 7
@@ -184,14 +185,12 @@ class ChecksumRunner:
         out[:] = data
         return out
 
-    def block_memory(
-        self, block_ids: Sequence[int], *, to_write: bool = False
-    ) -> list[memoryview] | None:
+    def block_memory(self, block_ids: Sequence[int], *, to_write: bool = False) -> Regions | None:
         """The memory of the numbers; any thread may write there."""
         del to_write
         if not self.lends_memory:
             return None
-        return [self._kv[block].data.cast("B") for block in block_ids]
+        return HostRegions([self._kv[block].data.cast("B") for block in block_ids])
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks."""

@@ -13,6 +13,7 @@ from vlm_worker.engine.sequences import ReceiveResult
 from vlm_worker.errors import CorruptTransferError, GoneError, OverloadedError
 from vlm_worker.testing import ChecksumRunner, answer_alone
 from vlm_worker.types import Request, TokenEvent
+from vlm_worker.wire.buffers import HostRegions, LiveRegions, host_views
 
 BLOCK_BYTES = 4 * 8
 
@@ -22,7 +23,7 @@ async def blocks_of(engine: Engine, request: Request) -> tuple[list[bytes], int]
     told = await events(engine.submit_prefill(request, for_peer=True))
     first = next(event.token_id for event in told if isinstance(event, TokenEvent))
     count = -(-len(request.token_ids) // 4)
-    data = await asyncio.to_thread(engine.export_blocks, request.key, 0, count)
+    data = await asyncio.to_thread(engine.readable_blocks.copy, request.key, 0, count)
     await engine.release(request.key)
     return [bytes(data[at : at + BLOCK_BYTES]) for at in range(0, data.nbytes, BLOCK_BYTES)], first
 
@@ -32,8 +33,8 @@ async def lent(engine: Engine, request: Request) -> list[memoryview]:
     await engine.reserve(request.key, len(request.token_ids) + 1)
     receipt = await engine.receive(request, in_place=True)
     assert receipt.first_block == 0
-    assert receipt.memory is not None
-    return list(receipt.memory)
+    assert isinstance(receipt.memory, HostRegions)
+    return list(receipt.memory.views)
 
 
 def fill(memory: list[memoryview], blocks: list[bytes]) -> None:
@@ -69,8 +70,8 @@ async def test_what_was_confirmed_is_a_prefix_for_others_and_the_rest_is_not(sta
     await there.reserve(again.key, 23)
     receipt = await there.receive(again, in_place=True)
     assert receipt.first_block == 3
-    assert receipt.memory is not None
-    assert len(receipt.memory) == 3
+    assert isinstance(receipt.memory, HostRegions)
+    assert len(receipt.memory.views) == 3
     there.return_blocks(again.key)
     await there.release(again.key)
 
@@ -96,6 +97,46 @@ async def test_blocks_of_an_ended_request_are_not_reused_while_they_are_lent(
     await engine.reserve(text("large").key, 64)
     await engine.release(text("large").key)
     assert engine.stats().inflight == 0
+
+
+async def test_blocks_lent_to_a_reader_are_nobody_elses_until_it_has_returned_them(
+    start: Any,
+) -> None:
+    """A peer that reads a device's memory sees no other answer, though the request has ended."""
+    engine: Engine = start(ChecksumRunner(17))
+    held = text("held", length=40)
+    await events(engine.submit_prefill(held, for_peer=True))
+    before = bytes(await asyncio.to_thread(engine.readable_blocks.copy, held.key, 0, 10))
+    live = engine.readable_blocks.read(held.key, 0, 10, memoryview(b""))
+    assert isinstance(live, LiveRegions)
+    returns = [await engine.lend_blocks(held.key, *units) for units in ((0, 4), (4, 10))]
+    await engine.release(held.key)
+    with pytest.raises(OverloadedError):
+        await engine.reserve(text("large").key, 64)
+    await events(engine.submit_prefill(text("other", length=10), for_peer=False))
+    assert b"".join(host_views(live.regions)) == before
+    with pytest.raises(GoneError):
+        await engine.lend_blocks(held.key, 0, 1)
+    for give_back in returns:
+        give_back()
+        give_back()
+    await engine.reserve(text("large").key, 64)
+    await engine.release(text("large").key)
+    assert engine.stats().inflight == 0
+
+
+async def test_a_writers_end_returns_no_loan_of_a_reader(start: Any) -> None:
+    engine: Engine = start(ChecksumRunner(17))
+    held = text("held", length=40)
+    await events(engine.submit_prefill(held, for_peer=True))
+    give_back = await engine.lend_blocks(held.key, 0, 10)
+    engine.return_blocks(held.key)
+    await engine.release(held.key)
+    with pytest.raises(OverloadedError):
+        await engine.reserve(text("large").key, 64)
+    give_back()
+    await engine.reserve(text("large").key, 64)
+    await engine.release(text("large").key)
 
 
 async def test_only_blocks_that_are_missing_can_be_confirmed(start: Any) -> None:

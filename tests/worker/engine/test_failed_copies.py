@@ -75,8 +75,8 @@ async def test_blocks_that_cannot_be_copied_are_asked_for_and_sent_again(start: 
     await there.reserve(request.key, 9)
     assert (await there.receive(request)).first_block == 0
     with pytest.raises(EngineError, match="the device is full"):
-        await asyncio.to_thread(here.export_blocks, request.key, 0, 2)
-    blocks = await asyncio.to_thread(here.export_blocks, request.key, 0, 2)
+        await asyncio.to_thread(here.readable_blocks.copy, request.key, 0, 2)
+    blocks = await asyncio.to_thread(here.readable_blocks.copy, request.key, 0, 2)
     with pytest.raises(EngineError, match="the device is full"):
         await there.import_blocks(request.key, 0, blocks)
     await there.import_blocks(request.key, 0, blocks)

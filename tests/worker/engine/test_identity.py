@@ -178,7 +178,7 @@ class Line:
         first = fetched[0]
         try:
             data = await asyncio.to_thread(
-                self.prefill.export_blocks, request.key, first, num_blocks - first
+                self.prefill.readable_blocks.copy, request.key, first, num_blocks - first
             )
         except GoneError:  # the first token ended the answer: nothing is held
             return

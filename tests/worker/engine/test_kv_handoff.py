@@ -99,13 +99,15 @@ async def test_only_announced_blocks_are_exported(start: Any) -> None:
     engine: Engine = start()
     stream = engine.submit_prefill(text(), for_peer=True)
     await events(stream)
-    assert (await asyncio.to_thread(engine.export_blocks, text().key, 0, 3)).nbytes == 3 * 4 * 8
+    assert (
+        await asyncio.to_thread(engine.readable_blocks.copy, text().key, 0, 3)
+    ).nbytes == 3 * 4 * 8
     for first, count in ((0, 4), (3, 1), (-1, 1), (2, -1)):
         with pytest.raises(InvalidRequestError):
-            await asyncio.to_thread(engine.export_blocks, text().key, first, count)
+            await asyncio.to_thread(engine.readable_blocks.copy, text().key, first, count)
     await engine.release(text().key)
     with pytest.raises(GoneError):
-        await asyncio.to_thread(engine.export_blocks, text().key, 0, 1)
+        await asyncio.to_thread(engine.readable_blocks.copy, text().key, 0, 1)
 
 
 async def test_a_reservation_is_refused_when_there_is_no_room_and_released_when_told(

@@ -180,7 +180,7 @@ async def test_cancel_says_what_it_found(start: Any, until: Any) -> None:
     before = CancelOutcome.CANCELLED_BEFORE_ADVERTISED
     assert await engine.cancel(RequestKey("held", 0)) is before
     await events(engine.submit_prefill(text("read"), for_peer=True))
-    await asyncio.to_thread(engine.export_blocks, RequestKey("read", 0), 0, 1)
+    await asyncio.to_thread(engine.readable_blocks.copy, RequestKey("read", 0), 0, 1)
     in_flight = CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
     assert await engine.cancel(RequestKey("read", 0)) is in_flight
 

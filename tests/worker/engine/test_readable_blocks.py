@@ -15,7 +15,7 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import GoneError, InvalidRequestError
 from vlm_worker.testing import ChecksumRunner, answer_alone
 from vlm_worker.types import BlocksReady, RequestKey
-from vlm_worker.wire.buffers import BufferViews
+from vlm_worker.wire.buffers import LiveRegions, host_views
 
 KEY = RequestKey("r", 0)
 NO_ROOM = memoryview(b"")
@@ -45,7 +45,7 @@ async def test_blocks_are_copied_while_a_step_runs(start: Any, until: Any) -> No
     before = runner.num_steps
     other = engine.submit_prefill(text("other"), for_peer=False)
     await until(lambda: runner.num_steps > before)
-    assert (await asyncio.to_thread(engine.export_blocks, KEY, 0, 4)).nbytes == 4 * 4 * 8
+    assert (await asyncio.to_thread(engine.readable_blocks.copy, KEY, 0, 4)).nbytes == 4 * 4 * 8
     runner.gate.set()
     assert tokens(await events(other)) == answer_alone(text("other"))
     await events(stream)
@@ -59,7 +59,7 @@ async def test_a_copy_whose_request_ended_meanwhile_counts_for_nothing(
     runner = SlowCopies()
     engine: Engine = start(runner)
     await events(engine.submit_prefill(text(), for_peer=True))
-    copying = asyncio.create_task(asyncio.to_thread(engine.export_blocks, KEY, 0, 3))
+    copying = asyncio.create_task(asyncio.to_thread(engine.readable_blocks.copy, KEY, 0, 3))
     await until(runner.copying.is_set)
     await getattr(engine, end)(KEY)
     # its blocks are another's now
@@ -73,18 +73,18 @@ async def test_blocks_that_lie_in_host_memory_are_read_there_and_checked_after(s
     runner = ChecksumRunner()
     engine: Engine = start(runner)
     await events(engine.submit_prefill(text(), for_peer=True))
-    lying = engine.read_blocks(KEY, 0, 2, NO_ROOM)
-    assert isinstance(lying, BufferViews)
-    assert lying.num_bytes == 2 * 4 * 8
-    assert b"".join(lying.parts) == bytes(engine.export_blocks(KEY, 0, 2))
+    lying = engine.readable_blocks.read(KEY, 0, 2, NO_ROOM)
+    assert isinstance(lying, LiveRegions)
+    assert lying.regions.num_bytes == 2 * 4 * 8
+    assert b"".join(host_views(lying.regions)) == bytes(engine.readable_blocks.copy(KEY, 0, 2))
     lying.check()
     with pytest.raises(InvalidRequestError, match="are ready"):
-        engine.read_blocks(KEY, 0, 99, NO_ROOM)
+        engine.readable_blocks.read(KEY, 0, 99, NO_ROOM)
     await engine.release(KEY)
     with pytest.raises(GoneError):
         lying.check()
     with pytest.raises(GoneError):
-        engine.read_blocks(KEY, 0, 2, NO_ROOM)
+        engine.readable_blocks.read(KEY, 0, 2, NO_ROOM)
 
 
 def test_blocks_that_others_had_meanwhile_count_for_nothing_though_they_came_back() -> None:
@@ -94,8 +94,8 @@ def test_blocks_that_others_had_meanwhile_count_for_nothing_though_they_came_bac
     readable_blocks.revoke(KEY)
     readable_blocks.publish(KEY, [3, 4])
     after = readable_blocks.read(KEY, 0, 2, NO_ROOM)
-    assert isinstance(before, BufferViews)
-    assert isinstance(after, BufferViews)
+    assert isinstance(before, LiveRegions)
+    assert isinstance(after, LiveRegions)
     after.check()
     with pytest.raises(GoneError):
         before.check()

@@ -141,7 +141,7 @@ class Stages:
         end = -(-len(request.token_ids) // self._block_size)
         if start < end:
             blocks = await asyncio.to_thread(
-                self._prefill.export_blocks, request.key, start, end - start
+                self._prefill.readable_blocks.copy, request.key, start, end - start
             )
             await self._decode.import_blocks(request.key, start, memoryview(bytes(blocks)))
         stream = await self._decode.start_decode(request.key, first[-1])

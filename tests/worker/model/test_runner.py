@@ -103,7 +103,7 @@ def test_a_sequence_goes_on_where_its_blocks_go(seen: Question, dtype: str, kv_d
     away.import_blocks(arrived.blocks.tolist(), memoryview(blocks))
     memory = away.block_memory(arrived.blocks.tolist(), to_write=True)
     assert memory is not None
-    assert b"".join(memory) == blocks, "written, or lent to be written: the same place"
+    assert b"".join(memory.views) == blocks, "written, or lent to be written: the same place"
     arrived.num_computed = leaving.num_computed
     assert away.export_blocks(arrived.blocks.tolist()) == blocks
     stepper.generate([staying], max_tokens=8, chunk=4096, eos=None)

@@ -32,6 +32,7 @@ from vlm_worker.roles.attempt_registry import (
 from vlm_worker.transfer.producer import Producer
 from vlm_worker.transfer.transport import ByteStream, Exposure, ExposureAccount
 from vlm_worker.types import RequestKey
+from vlm_worker.wire.buffers import Regions
 from vlm_worker.wire.frames import Commit, join_frames
 from vlm_worker.wire.messages import CancelOutcome, FetchCall
 
@@ -245,7 +246,7 @@ class Exposed:
     def buffer(self, position: int, num_bytes: int) -> None:
         return None
 
-    def write(self, position: int, data: memoryview) -> memoryview:
+    def write(self, position: int, source: Regions) -> memoryview:
         return memoryview(b"")
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from vlm_worker.transfer.producer import Producer
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import Transport
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.buffers import DestinationBuffers, HostRegions, Regions, host_views
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Commit, FrameBatches, TransferId
@@ -168,7 +168,7 @@ class _Damaged:
     def buffer(self, position: int, num_bytes: int) -> None:
         return None
 
-    def write(self, position: int, data: memoryview) -> memoryview:
-        changed = bytearray(data)
+    def write(self, position: int, source: Regions) -> memoryview:
+        changed = bytearray(b"".join(host_views(source)))
         changed[len(changed) // 2] ^= 1
-        return self.inner.write(position, memoryview(changed))  # type: ignore[attr-defined, no-any-return]
+        return self.inner.write(position, HostRegions([memoryview(changed)]))  # type: ignore[attr-defined, no-any-return]

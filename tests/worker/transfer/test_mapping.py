@@ -15,8 +15,9 @@ from vlm_kernels.cpu import native
 from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.transfer.mapping import Mapper, MappingCache, mapper_of
 from vlm_worker.transfer.shared_memory import SharedMemory
-from vlm_worker.transfer.transport import Exposure, View
-from vlm_worker.wire.buffers import NativeCopier
+from vlm_worker.transfer.transport import Exposure
+from vlm_worker.wire.buffers import HostRegions, NativeCopier
+from vlm_worker.wire.frame_reader import View
 
 SIZE = 50_000
 CAPACITY = 4 * SIZE
@@ -54,7 +55,7 @@ def exposed(producer: SharedMemory, consumer: SharedMemory, num_bytes: int = SIZ
 def transfer(producer: SharedMemory, consumer: SharedMemory, data: bytes) -> View:
     """Through memory, and all read; the view is still open."""
     exposure = exposed(producer, consumer, len(data))
-    exposure.write(0, memoryview(data))
+    exposure.write(0, HostRegions([memoryview(data)]))
     view = consumer.view(exposure.opening, len(data))
     assert taken(view, 0, len(data)) == data
     exposure.close()
@@ -63,7 +64,7 @@ def transfer(producer: SharedMemory, consumer: SharedMemory, data: bytes) -> Vie
 
 def taken(view: View, position: int, num_bytes: int) -> bytes:
     room = bytearray(num_bytes)
-    digest = view.read(position, [memoryview(room)], head=b"head")
+    digest = view.read(position, HostRegions([memoryview(room)]), head=b"head")
     assert digest == xxhash.xxh3_128_digest(b"head" + room)
     return bytes(room)
 
@@ -136,7 +137,7 @@ def test_a_kept_file_that_shrinks_under_its_reader_or_writer_ends_one_transfer(
     with pytest.raises(CorruptTransferError, match="ends before"):
         taken(view, 10_000, 10_000)
     with pytest.raises(GoneError, match="no page"):
-        exposure.write(10_000, memoryview(b"b" * 10_000))
+        exposure.write(10_000, HostRegions([memoryview(b"b" * 10_000)]))
     view.close()
     exposure.close()
     assert num_mapped(directory) == 0, "neither is used again"
@@ -153,7 +154,7 @@ def test_what_is_made_in_its_room_is_read_by_the_consumer(mapper: Mapper, direct
     room = exposure.buffer(10_000, 10_000)
     assert room is not None
     room[:] = b"b" * 10_000
-    assert exposure.write(10_000, room) == NOTHING
+    assert exposure.write(10_000, HostRegions([room])) == NOTHING
     view = consumer.view(exposure.opening, SIZE)
     assert taken(view, 9_999, 10_001) == b"a" + b"b" * 10_000
     view.close()

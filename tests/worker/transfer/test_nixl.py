@@ -11,6 +11,7 @@ import pytest
 
 from vlm_worker.transfer.consumer import checked_units
 from vlm_worker.transfer.nixl import Nixl
+from vlm_worker.wire.buffers import HostRegions
 
 
 class Agent:
@@ -75,13 +76,13 @@ def test_a_producers_agent_is_forgotten_with_its_last_view() -> None:
     views = []
     for number, exposure in enumerate(exposures):
         assert exposure is not None
-        exposure.write(0, memoryview(bytes([number]) * 64))
+        exposure.write(0, HostRegions([memoryview(bytes([number]) * 64)]))
         views.append(consumer.view(exposure.opening, 64))
     assert len(consumer._agent.remote) == 1
     views[0].close()
     views[0].close()
     into = bytearray(64)
-    views[1].read(0, [memoryview(into)], head=b"")
+    views[1].read(0, HostRegions([memoryview(into)]), head=b"")
     assert into == b"\1" * 64, "the other view still reads"
     views[1].close()
     assert consumer._agent.remote == []

@@ -12,6 +12,7 @@ import pytest
 
 from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.transfer.shared_memory import SharedMemory
+from vlm_worker.wire.buffers import HostRegions
 
 
 def shared(directory: Path, *, leftover_seconds: float = 60.0) -> SharedMemory:
@@ -47,7 +48,7 @@ def test_a_segment_is_private_and_its_name_ends_with_it(directory: Path, end: st
     getattr(exposure, end)()
     assert name not in segments(directory)
     with pytest.raises(GoneError):
-        exposure.write(0, memoryview(b"late"))
+        exposure.write(0, HostRegions([memoryview(b"late")]))
     transport.close()
     assert segments(directory) == []
 
@@ -122,8 +123,8 @@ def test_a_segment_that_shrinks_under_its_reader_is_an_error_and_no_signal(direc
     view = transport.view(exposure.opening, 50_000)
     os.truncate(directory / segments(directory)[0], 100)
     with pytest.raises(CorruptTransferError, match="ends before"):
-        view.read(40_000, [memoryview(bytearray(10_000))], head=b"")
-    exposure.write(40_000, memoryview(b"x"))  # nor does it end its writer
+        view.read(40_000, HostRegions([memoryview(bytearray(10_000))]), head=b"")
+    exposure.write(40_000, HostRegions([memoryview(b"x")]))  # nor does it end its writer
     view.close()
     exposure.close()
 
@@ -167,7 +168,7 @@ def test_memory_that_ends_in_the_middle_ends_the_transfer(
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(GoneError, match="No space left"):
-        exposure.write(0, memoryview(b"x"))
+        exposure.write(0, HostRegions([memoryview(b"x")]))
     exposure.close()
 
 

@@ -22,6 +22,7 @@ from vlm_worker.transfer.producer import Producer
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import ByteStream, Exposure, Transport
 from vlm_worker.types import RequestKey
+from vlm_worker.wire.buffers import HostRegions, Regions, host_views
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Commit, TransferId, join_frames
 
@@ -247,6 +248,7 @@ class Tampering(ByteStream):
         self.change = change
         self.inner = inner
         self.name = inner.name
+        self.accepts = inner.accepts
         self.account = inner.account
 
     def expose(self, invitation: bytes, num_bytes: int) -> Exposure | None:  # type: ignore[override]
@@ -254,8 +256,9 @@ class Tampering(ByteStream):
         assert exposure is not None
         place = exposure.write
 
-        def tampered(position: int, data: memoryview) -> memoryview:
-            return place(position, memoryview(self.change(data)))
+        def tampered(position: int, source: Regions) -> memoryview:
+            [data] = host_views(source)
+            return place(position, HostRegions([memoryview(self.change(data))]))
 
         exposure.write = tampered  # type: ignore[method-assign]
         exposure.buffer = lambda *_: None  # type: ignore[method-assign]  # where nothing is placed

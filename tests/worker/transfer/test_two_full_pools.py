@@ -117,7 +117,7 @@ class Pools:
         assert layout is not None
 
         def export(first: int, count: int, room: memoryview) -> memoryview:
-            return prefill.export_blocks(request.key, first, count, room)
+            return prefill.readable_blocks.copy(request.key, first, count, room)
 
         return Producer(
             TransferId(request.key, "t", b"b" * 16, layout.fingerprint, "pod"),

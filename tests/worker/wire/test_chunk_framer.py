@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from vlm_worker.errors import GoneError
 from vlm_worker.types import FinishReason, RequestKey
-from vlm_worker.wire.buffers import BufferViews, DestinationBuffers, address_of
+from vlm_worker.wire.buffers import (
+    DestinationBuffers,
+    HostRegions,
+    LiveRegions,
+    Regions,
+    address_of,
+    host_views,
+)
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
     EXPORT_BYTES,
@@ -86,14 +93,15 @@ def test_blocks_that_are_gone_by_the_end_of_their_copy_are_in_no_frame(is_placed
         if first >= 4:
             raise GoneError("they are another's")
 
-    def export(first: int, count: int, room: memoryview) -> BufferViews:
+    def export(first: int, count: int, room: memoryview) -> LiveRegions:
         parts = [memoryview(block) for block in blocks[first : first + count]]
-        return BufferViews(parts, lambda: check(first))
+        return LiveRegions(HostRegions(parts), lambda: check(first))
 
     def room(position: int, size: int) -> memoryview | None:
         return memoryview(memory)[position : position + size] if is_placed else None
 
-    def place(position: int, data: memoryview) -> memoryview:
+    def place(position: int, source: Regions) -> memoryview:
+        [data] = host_views(source)
         assert address_of(data) == address_of(memoryview(memory)[position:])
         return memoryview(b"")
 

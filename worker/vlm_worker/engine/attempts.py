@@ -29,7 +29,7 @@ from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.errors import GoneError, InvalidRequestError
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.buffers import BufferViews
+from vlm_worker.wire.buffers import LiveRegions
 
 NUM_REMEMBERED: Final = 4096
 """Keys of ended generations that are still distinguished from unknown keys."""
@@ -206,6 +206,14 @@ class AttemptTable:
         """Whether a generation of this key ended here."""
         return key in self._ended
 
+    def return_loans(self, key: RequestKey, loans: Seq[BlockLoan]) -> None:
+        """Return loans of a key: nothing reads or writes their blocks. Idempotent."""
+        attempt = self.get(key)
+        for loan in loans:
+            loan.is_returned = True
+            if attempt is not None:
+                attempt.release(loan)
+
     def count(self, resource: Resource, sign: int) -> None:
         totals = self.totals[resource.kind]
         totals.count += sign
@@ -238,7 +246,7 @@ class ReservedBlocks:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class BlockLoan:
-    """KV blocks lent to a transfer, whose thread writes into them while steps run.
+    """KV blocks lent to a transfer, which writes them, or lets a peer read them, while steps run.
 
     A loan holds a separate reference to each block: if the attempt ends, no other sequence gets the
     blocks until the transfer has returned the loan.
@@ -246,6 +254,7 @@ class BlockLoan:
 
     pool: BlockPool
     blocks: Seq[int]
+    to_write: bool
     is_returned: bool = False
     kind = ResourceKind.BLOCK_LOAN
     num_bytes = 0
@@ -311,7 +320,14 @@ class ReadableBlocks:
         num_blocks: int,
         out: memoryview | None = None,
     ) -> memoryview:
-        """See `Engine.export_blocks`."""
+        """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
+
+        The calling thread copies, into `out` if given, which has exactly this size.
+
+        Raises:
+            GoneError: the request is no longer here.
+            InvalidRequestError: blocks that BlocksReady has not announced.
+        """
         readable, wanted = self._wanted(key, first_block, num_blocks)
         data = run_device_copy(
             "copying KV blocks out", lambda: self._runner.export_blocks(wanted, out)
@@ -321,13 +337,17 @@ class ReadableBlocks:
 
     def read(
         self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview
-    ) -> memoryview | BufferViews:
-        """See `Engine.read_blocks`."""
+    ) -> memoryview | LiveRegions:
+        """As `copy`, but without a copy if other threads may read the memory."""
         readable, wanted = self._wanted(key, first_block, num_blocks)
         memory = self._runner.block_memory(wanted)
         if memory is None:
             return self.copy(key, first_block, num_blocks, out)
-        return BufferViews(memory, lambda: self._check(key, readable))
+        return LiveRegions(memory, lambda: self._check(key, readable))
+
+    def lookup(self, key: RequestKey, first_block: int, num_blocks: int) -> tuple[int, ...]:
+        """The ids of readable blocks, for a loan. Raises as `copy`."""
+        return self._wanted(key, first_block, num_blocks)[1]
 
     def _wanted(
         self, key: RequestKey, first_block: int, num_blocks: int

@@ -4,7 +4,7 @@
       ------------                         ----------------------------------------------
       submit, cancel, import --commands--> all commands -> [flush -> some copies] -> turn -> ...
       EventStream, futures   <--events---- delivered before each call of the model
-      export_blocks ------- a thread that only copies, while a step may run
+      readable_blocks ----- a thread that only copies, while a step may run
 
 Copies are commands that take long. The thread flushes the events of the last step before them, and
 limits the bytes that it copies between two steps, so that decoding sequences wait little. If a turn
@@ -14,7 +14,7 @@ The calls by role:
 
     encoder   encode -> ItemReady -> export_embedding -> release_embedding
     prefill   submit_prefill(for_peer=True) -> [NeedItems -> put_embedding]
-              -> BlocksReady -> export_blocks -> TokenEvent -> release
+              -> BlocksReady -> readable_blocks -> TokenEvent -> release
     decode    reserve -> receive -> [a thread writes -> confirm_blocks, or import_blocks]
               -> start_decode -> TokenEvent ... FinishedEvent
 
@@ -28,6 +28,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -35,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from vlm_worker.engine.attempts import BlockLoan
 from vlm_worker.engine.events import (
     EncodeEvent,
     EventStream,
@@ -50,7 +52,6 @@ from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
 from vlm_worker.errors import DrainingError, EngineError, WorkerError
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
-from vlm_worker.wire.buffers import BufferViews
 from vlm_worker.wire.messages import CancelOutcome
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._copies: collections.deque[Command] = collections.deque()
         self._state.encode_requests.queue.on_ended = self._wake
-        self._readable_blocks = self._state.sequences.readable_blocks
+        self.readable_blocks = self._state.sequences.readable_blocks
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._notifier = LoopNotifier()
         self._stopped: asyncio.Future[None] | None = None
@@ -216,7 +217,7 @@ class Engine:
         """Queue a request.
 
         With `for_peer`, the stream ends after the first token. The KV stays until `release` or
-        `adopt_local`, and BlocksReady names the blocks that `export_blocks` may read meanwhile. If
+        `adopt_local`, and BlocksReady names the blocks that `readable_blocks` copies meanwhile. If
         that token ends the answer, FinishedEvent follows it and nothing is held. Without it, the
         whole answer is generated here. It consumes a reservation under the same key.
 
@@ -239,25 +240,24 @@ class Engine:
         """
         await self._call(lambda state: state.put_embedding(key, item, rows), num_bytes=rows.nbytes)
 
-    def export_blocks(
-        self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview | None = None
-    ) -> memoryview:
-        """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
-
-        The calling thread copies, into `out` if given, which has exactly this size. The loop's
-        thread must not call it.
+    async def lend_blocks(
+        self, key: RequestKey, first_block: int, end_block: int
+    ) -> Callable[[], None]:
+        """Keep announced blocks unchanged until the result is called, even if the request ends.
 
         Raises:
             GoneError: the request is no longer here.
-            InvalidRequestError: blocks that BlocksReady has not announced.
         """
-        return self._readable_blocks.copy(key, first_block, num_blocks, out)
+        loans: list[BlockLoan] = []
+        try:
+            await self._call(lambda state: state.sequences.lend(key, first_block, end_block, loans))
+        except BaseException:
+            self._return(key, loans)  # the command may run after a cancel
+            raise
+        return functools.partial(self._return, key, loans)
 
-    def read_blocks(
-        self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview
-    ) -> memoryview | BufferViews:
-        """As `export_blocks`, but views of the blocks instead of a copy if they are host memory."""
-        return self._readable_blocks.read(key, first_block, num_blocks, out)
+    def _return(self, key: RequestKey, loans: list[BlockLoan]) -> None:
+        self._post(lambda state: state.sequences.attempts.return_loans(key, loans))
 
     # ---- decode ----------------------------------------------------------------------------------
 

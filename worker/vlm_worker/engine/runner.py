@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
+from vlm_worker.wire.buffers import Regions
 
 T = TypeVar("T")
 
@@ -66,13 +67,12 @@ class Runner(Protocol):
         Other threads than the engine's call it, while a step may run.
         """
 
-    def block_memory(
-        self, block_ids: Sequence[int], *, to_write: bool = False
-    ) -> list[memoryview] | None:
+    def block_memory(self, block_ids: Sequence[int], *, to_write: bool = False) -> Regions | None:
         """The memory of whole blocks, for another thread to read or write while steps run.
 
-        None if no thread may: then `import_blocks` writes, between steps. Any thread may call it
-        for reading; only the engine thread calls it with `to_write`.
+        Host memory has one view per block. None if no thread may, as on a device without a digest:
+        then `export_blocks` copies, and `import_blocks` writes between steps. Any thread may call
+        it for reading; only the engine thread calls it with `to_write`.
         """
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:

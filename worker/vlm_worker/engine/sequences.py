@@ -47,6 +47,7 @@ from vlm_worker.errors import (
     WorkerError,
 )
 from vlm_worker.types import FinishedEvent, FinishReason, ImageItem, Request, RequestKey
+from vlm_worker.wire.buffers import Regions
 
 Positions = Callable[[Seq[int], Seq[ImageItem]], tuple[np.ndarray, int]]
 """`(token_ids, items) -> ([P, T] positions, delta)`."""
@@ -58,12 +59,12 @@ class ReceiveResult:
 
     Attributes:
         first_block: first block that the peer delivers; earlier ones are in the prefix cache.
-        memory: of each block from `first_block` on, lent to the receiver until `return_blocks`;
+        memory: of the blocks from `first_block` on, lent to the receiver until `return_blocks`;
             None if the engine writes the blocks (`import_blocks`).
     """
 
     first_block: int
-    memory: Seq[memoryview] | None = None
+    memory: Regions | None = None
 
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)
@@ -325,14 +326,22 @@ class Sequences:
         memory = self._runner.block_memory(blocks, to_write=True) if in_place else None
         if memory is not None:
             self.pool.take(0, shared=blocks)
-            attempt.acquire(BlockLoan(self.pool, blocks))
+            attempt.acquire(BlockLoan(self.pool, blocks, to_write=True))
         return ReceiveResult(len(shared), memory)
 
     def return_loan(self, key: RequestKey) -> None:
         """See `Engine.return_blocks`."""
-        for loan in self.attempts.of(key, BlockLoan):
-            loan.is_returned = True
-            self.attempts.by_key[key].release(loan)
+        loans = self.attempts.of(key, BlockLoan)
+        self.attempts.return_loans(key, [loan for loan in loans if loan.to_write])
+
+    def lend(
+        self, key: RequestKey, first_block: int, end_block: int, loans: list[BlockLoan]
+    ) -> None:
+        """See `Engine.lend_blocks`; appends the loan to `loans`."""
+        blocks = self.readable_blocks.lookup(key, first_block, end_block - first_block)
+        self.pool.take(0, shared=blocks)
+        loans.append(BlockLoan(self.pool, blocks, to_write=False))
+        self.attempts.by_key[key].acquire(loans[-1])
 
     def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
         """See `Engine.import_blocks`."""

@@ -32,6 +32,7 @@ from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import KVPrefault, dtype_name, encode_bytes, make_kv_cache, step_bytes
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
+from vlm_worker.wire.buffers import HostRegions
 
 
 def sample(logits_RV: torch.Tensor, params: SampleParams) -> StepOutput:
@@ -202,7 +203,7 @@ class ModelRunner:
 
     def block_memory(
         self, block_ids: Sequence[int], *, to_write: bool = False
-    ) -> list[memoryview] | None:
+    ) -> HostRegions | None:
         """Views of whole blocks, `[block_bytes]` each; None if the cache is on a GPU.
 
         Args:
@@ -213,7 +214,7 @@ class ModelRunner:
             return None
         # readers are on another thread, and only one thread may use `_kv_pages`
         ids = self._to_write(block_ids) if to_write else np.asarray(block_ids, np.int64)
-        return block_memory(self._kv_cache, ids)
+        return HostRegions(block_memory(self._kv_cache, ids))
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer; raises CorruptTransferError on a wrong size."""

@@ -127,7 +127,8 @@ class PrefillRole:
             identity,
             unit_bytes=self._layout.block_bytes,
             max_units=-(-len(call.request.token_ids) // self._layout.block_size),
-            export=functools.partial(self._context.engine.read_blocks, key),
+            export=functools.partial(self._context.engine.readable_blocks.read, key),
+            lend=functools.partial(self._context.engine.lend_blocks, key),
             timers=self._context.timers,
             copier=self._context.copier,
         )

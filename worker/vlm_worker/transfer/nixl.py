@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
-from vlm_worker.transfer.transport import ExposureAccount
-from vlm_worker.wire.buffers import PLAIN, Memory
+from vlm_worker.transfer.transport import HOST_ONLY, ExposureAccount
+from vlm_worker.wire.buffers import PLAIN, Regions, host_views
 from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_OUT_OF_BAND_BYTES, OUT_OF_BAND_VERSION
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Nixl:
     """
 
     name = f"{NAME}/{OUT_OF_BAND_VERSION}"
+    accepts = HOST_ONLY
 
     def __init__(self, *, capacity_bytes: int, api: Any = None) -> None:
         api = api or nixl_api()
@@ -156,11 +157,12 @@ class _NixlExposure:
     def buffer(self, position: int, num_bytes: int) -> None:
         """None: units are copied into the registered buffer."""
 
-    def write(self, position: int, data: memoryview) -> memoryview:
+    def write(self, position: int, source: Regions) -> memoryview:
         """Copy into the registered buffer; the frame needs no bytes."""
         if self._buffer is None:
             raise GoneError("the transfer was abandoned")
-        self._buffer.data[position : position + data.nbytes] = np.frombuffer(data, np.uint8)
+        room = self._buffer.data[position : position + source.num_bytes]
+        PLAIN.copy(host_views(source), [room.data], head=b"")
         return memoryview(b"")
 
     def close(self) -> None:
@@ -184,6 +186,8 @@ _ABANDONED: Final[list[_Registered]] = []
 class _NixlView:
     """The consumer side of a producer's buffer."""
 
+    accepts = HOST_ONLY
+
     def __init__(self, agent: Any, peers: _Peers, opening: bytes, num_bytes: int) -> None:
         if len(opening) <= _ADDRESS.size:
             raise _failed("its opening is too short")
@@ -204,9 +208,9 @@ class _NixlView:
             self.close()
             raise _failed(f"{type(error).__name__}") from error
 
-    def read(self, position: int, destinations: Memory, *, head: bytes) -> bytes:
-        """Read into a registered buffer, and copy from there to `destinations`."""
-        landing, num_bytes = self._landing, sum(room.nbytes for room in destinations)
+    def read(self, position: int, destination: Regions, *, head: bytes) -> bytes:
+        """Read into a registered buffer, and copy from there to the destination."""
+        landing, num_bytes = self._landing, destination.num_bytes
         if landing is None:
             raise _failed("a read failed before")
         try:
@@ -218,7 +222,7 @@ class _NixlView:
             if isinstance(error, CorruptTransferError):
                 raise
             raise _failed(f"{type(error).__name__}") from error
-        return PLAIN.copy([landing.data[:num_bytes].data], destinations, head=head)
+        return PLAIN.copy([landing.data[:num_bytes].data], host_views(destination), head=head)
 
     def _read(self, address: int, num_bytes: int, *, into: _Registered) -> None:
         agent = self._agent

@@ -26,11 +26,11 @@ from vlm_worker.settings.timers import Timers
 from vlm_worker.supervision import AtEnd, Supervisor
 from vlm_worker.transfer.consumer import Pull, checked_units
 from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads, UnreachableError
-from vlm_worker.transfer.transport import Transport, View
+from vlm_worker.transfer.transport import Transport
 from vlm_worker.types import RequestKey, Source
 from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.data_protocol import Fetch
-from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frame_reader import FrameReader, View
 from vlm_worker.wire.frames import TransferId, Units
 from vlm_worker.wire.messages import FetchCall
 

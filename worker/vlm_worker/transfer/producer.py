@@ -27,7 +27,7 @@ from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.thread_call import run_in_thread
 from vlm_worker.transfer.transport import Exposure, ExposureSet, Transport
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.buffers import PLAIN, Copier, allocate_buffer
+from vlm_worker.wire.buffers import PLAIN, Copier, MemoryKind, allocate_buffer, stage
 from vlm_worker.wire.frames import (
     MAX_LARGE_BYTES,
     MAX_OUT_OF_BAND_BYTES,
@@ -41,6 +41,8 @@ from vlm_worker.wire.frames import (
     TransferId,
     chunk_bytes_of,
 )
+
+Lend = Callable[[int, int], Awaitable[Callable[[], None]]]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -77,7 +79,8 @@ class Producer:
     """One transfer at its producer. Only the role that computes its units writes it.
 
     It has at most `max_units`, which bounds requests. `prepare` is awaited before units are
-    exported; `copier` copies units.
+    exported; `copier` copies units. If units are in device memory, `lend(first_unit, end_unit)`
+    keeps them unchanged until the call that it returns; without it, they are staged in host memory.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Producer:
         max_units: int,
         export: Export,
         prepare: Callable[[], Awaitable[None]] | None = None,
+        lend: Lend | None = None,
         timers: Timers = PRODUCTION,
         clock: Callable[[], float] = time.monotonic,
         copier: Copier = PLAIN,
@@ -103,6 +107,7 @@ class Producer:
         self._unit_bytes = unit_bytes
         self._export = export
         self._prepare = prepare
+        self._lend = lend
         self._num_units = 0
         self._commit: Commit | None = None
         self._error: Exception | None = None
@@ -223,7 +228,7 @@ class Producer:
         found = self._export(0, num_units, room)
         if isinstance(found, memoryview):
             return found
-        self._copier.copy(found.parts, [room], head=b"")
+        stage(found.regions, room)
         found.check()
         return room
 
@@ -284,8 +289,11 @@ class Producer:
                 max_bytes=MAX_LARGE_BYTES if large else MAX_PAYLOAD_BYTES,
                 chunk_bytes=chunk_bytes_of(num_bytes, large=large),
                 copier=self._copier,
+                exposes_device=transport is not None
+                and MemoryKind.DEVICE in transport.accepts
+                and self._lend is not None,
             )
-            async with aclosing(self._cut(framer)) as runs:
+            async with aclosing(self._cut(framer, exposure)) as runs:
                 async for run in runs:
                     yield self._taken(run, reader)
         except (GeneratorExit, asyncio.CancelledError):
@@ -312,7 +320,9 @@ class Producer:
             yield frame
             reader.taken_at = self._clock()
 
-    async def _cut(self, framer: ChunkFramer) -> AsyncGenerator[Iterator[Frame]]:
+    async def _cut(
+        self, framer: ChunkFramer, exposure: Exposure | None
+    ) -> AsyncGenerator[Iterator[Frame]]:
         if framer.next_unit >= self._num_units and self._commit is None:
             # the opening frame need not wait for units
             yield framer.run(framer.next_unit, None)
@@ -323,7 +333,11 @@ class Producer:
                 raise self._error
             if framer.next_unit < self._num_units and framer.gone is None:
                 await self._prepared()
-                yield framer.run(self._num_units, self._commit)
+                end_unit, commit = self._num_units, self._commit
+                if framer.exposes_device and exposure is not None:
+                    await self._lend_to(exposure, framer, end_unit)
+                if framer.gone is None:
+                    yield framer.run(end_unit, commit)
                 if framer.gone is not None and (await self.settled()).finish_reason is None:
                     raise framer.gone
             elif self._commit is not None:
@@ -346,6 +360,7 @@ class Producer:
         max_bytes: int,
         chunk_bytes: int,
         copier: Copier,
+        exposes_device: bool = False,
     ) -> ChunkFramer:
         """Frames from a unit on, for one consumer, to whom `exposure` of `transport` belongs."""
         write_at = buffer = opening = None
@@ -370,7 +385,16 @@ class Producer:
             chunk_bytes=chunk_bytes,
             buffer=buffer,
             opening=opening,
+            exposes_device=exposes_device and exposure is not None,
         )
+
+    async def _lend_to(self, exposure: Exposure, framer: ChunkFramer, end_unit: int) -> None:
+        """Keep the next units unchanged in device memory while a consumer may read them."""
+        assert self._lend is not None
+        try:
+            self._exposures.lend(exposure, await self._lend(framer.next_unit, end_unit))
+        except GoneError as error:
+            framer.gone = error
 
     async def _prepared(self) -> None:
         if self._prepare is not None:

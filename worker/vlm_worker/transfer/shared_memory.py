@@ -33,8 +33,8 @@ import xxhash
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.mapping import Mapper, Mapping, MappingCache, mapper_of
-from vlm_worker.transfer.transport import ExposureAccount
-from vlm_worker.wire.buffers import COPIED_BYTES, Copier, Memory, address_of, copier_of
+from vlm_worker.transfer.transport import HOST_ONLY, ExposureAccount
+from vlm_worker.wire.buffers import COPIED_BYTES, Copier, Regions, address_of, copier_of, host_views
 from vlm_worker.wire.frames import OUT_OF_BAND_VERSION
 
 NAME: Final = "shared-memory"
@@ -53,6 +53,7 @@ class SharedMemory:
     """
 
     name = f"{NAME}/{OUT_OF_BAND_VERSION}"
+    accepts = HOST_ONLY
 
     def __init__(
         self,
@@ -168,8 +169,14 @@ class _Segment:
         assert 0 <= position <= self.num_bytes - num_bytes
         return self._memory[position : position + num_bytes].data
 
-    def write(self, position: int, data: memoryview) -> memoryview:
+    def write(self, position: int, source: Regions) -> memoryview:
         """Write, unless the bytes were made in the mapping; the frame needs no bytes."""
+        for data in host_views(source):
+            self._write(position, data)
+            position += data.nbytes
+        return memoryview(b"")
+
+    def _write(self, position: int, data: memoryview) -> None:
         if self._file is None:
             raise GoneError("the transfer was abandoned")
         room = self.buffer(position, data.nbytes)
@@ -183,7 +190,6 @@ class _Segment:
             room[:] = data
         if not self._file.is_whole:
             raise GoneError("shared memory: there was no page for all of it")
-        return memoryview(b"")
 
     def close(self) -> None:
         """Keep the file for the next transfer: its consumer reads no more."""
@@ -215,6 +221,8 @@ class _Segment:
 class _SegmentView:
     """The consumer side of a producer's file."""
 
+    accepts = HOST_ONLY
+
     def __init__(
         self,
         file: int,
@@ -229,9 +237,9 @@ class _SegmentView:
         self._copier = copier
         self._keep = keep
 
-    def read(self, position: int, destinations: Memory, *, head: bytes) -> bytes:
+    def read(self, position: int, destination: Regions, *, head: bytes) -> bytes:
         """Copy into the consumer's memory; the digest is that of the copy."""
-        end = position + sum(room.nbytes for room in destinations)
+        destinations, end = host_views(destination), position + destination.num_bytes
         if self._mapping is not None and self._memory is not None and end <= self._memory.nbytes:
             digest = self._copier.copy([self._memory[position:end]], destinations, head=head)
             if self._mapping.is_whole:

@@ -49,11 +49,9 @@ class ThreadCall(Generic[T]):
 
     def result(self) -> T:
         """Its result, or raise its error. Call once, after its end."""
-        ended, self._ended = (
-            self._ended,
-            None,
-        )  # breaks a reference cycle that may hold large memory
-        assert ended is not None
+        assert self._ended is not None
+        # None breaks a reference cycle that may hold large memory
+        ended, self._ended = self._ended, None
         return ended.result()
 
     def _tell(self, future: Future[T]) -> None:

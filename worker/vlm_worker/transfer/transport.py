@@ -3,7 +3,7 @@
     consumer                                  producer
     invitation() ───────── FetchRequest ────▶ expose(invitation) ─▶ Exposure, or None: in frames
     view(opening) ◀──────── OPEN frame ────── .opening
-    .read(position) ◀────── header, digest ── .write(position, data)
+    .read(position) ◀────── header, digest ── .write(position, source)
     close, then Release ──────────────────▶   close: no consumer reads
                                               abandon: a consumer may still read
 
@@ -17,12 +17,15 @@ If a transport has no capacity, the bytes are sent in the frames: two full worke
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from vlm_worker.errors import CorruptTransferError, Refusal
-from vlm_worker.wire.buffers import Memory
+from vlm_worker.wire.buffers import MemoryKind, Regions
+from vlm_worker.wire.frame_reader import View
 
 STREAM: Final = "stream"
+HOST_ONLY: Final = frozenset({MemoryKind.HOST})
 MAX_ABANDONED_PERCENT: Final = 5
 
 
@@ -41,8 +44,11 @@ class Exposure(Protocol):
         It may be written even after the exposure has ended.
         """
 
-    def write(self, position: int, data: memoryview) -> memoryview:
-        """Expose bytes to the consumer; returns the bytes that must be in the frame."""
+    def write(self, position: int, source: Regions) -> memoryview:
+        """Expose bytes to the consumer; returns the bytes that must be in the frame.
+
+        Device memory is not copied: it is lent until the exposure ends.
+        """
 
     def close(self) -> None:
         """Reuse the memory: the consumer no longer reads it. Idempotent."""
@@ -51,30 +57,16 @@ class Exposure(Protocol):
         """Never reuse the memory: the consumer may still read it."""
 
 
-class View(Protocol):
-    """The consumer side of an exposure."""
-
-    def read(self, position: int, destinations: Memory, *, head: bytes) -> bytes:
-        """Copy bytes from `position` to `destinations`, the consumer's own memory.
-
-        Returns:
-            XXH3-128 of `head` and of the copy, whatever changes in the producer's memory meanwhile.
-
-        Raises:
-            CorruptTransferError: the bytes are not there.
-        """
-
-    def close(self) -> None:
-        """Stop reading. Idempotent."""
-
-
 class Transport(Protocol):
     """A transport. Belongs to one event loop; `view` and its `read` are thread-safe.
 
-    Fetches and OPEN frames carry `name`; only sides with the same name use it.
+    Fetches and OPEN frames carry `name`; only sides with the same name use it. `accepts` are the
+    kinds of memory that `Exposure.write` and `View.read` take, HOST always; other memory is staged
+    (`wire.buffers.stage`).
     """
 
     name: str
+    accepts: frozenset[MemoryKind]
     account: ExposureAccount
 
     def invitation(self) -> bytes:
@@ -95,10 +87,15 @@ class Transport(Protocol):
 
 
 class ExposureSet:
-    """Exposures of one transfer, one for each consumer that reads directly; any thread writes."""
+    """Exposures of one transfer, one for each consumer that reads directly; any thread writes.
+
+    An exposure of device memory holds loans of it, returned once its consumer can no longer read,
+    or when its quarantine ends. A consumer that still reads then gets bytes of another digest.
+    """
 
     def __init__(self) -> None:
         self._all: list[Exposure] = []
+        self._loans: dict[Exposure, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -114,6 +111,13 @@ class ExposureSet:
         """Add an exposure that a consumer learns of."""
         self._all.append(exposure)
 
+    def lend(self, exposure: Exposure, give_back: Callable[[], None]) -> None:
+        """Keep a loan of device memory until the exposure ends, or return it if it has ended."""
+        if exposure in self._all:
+            self._loans.setdefault(exposure, []).append(give_back)
+        else:
+            give_back()
+
     def close(self) -> None:
         """Close all: no consumer reads any longer."""
         while self._all:
@@ -125,22 +129,29 @@ class ExposureSet:
             self._all.remove(exposure)
         with self._lock:
             exposure.close()
+        self._return(exposure)
 
     def abandon(self) -> None:
         """Abandon all: a consumer may still read."""
-        with self._lock:
-            while self._all:
-                self._all.pop().abandon()
+        while self._all:
+            exposure = self._all.pop()
+            with self._lock:
+                exposure.abandon()
+            self._return(exposure)
+
+    def _return(self, exposure: Exposure) -> None:
+        for give_back in self._loans.pop(exposure, ()):
+            give_back()
 
     def buffer(self, exposure: Exposure, position: int, num_bytes: int) -> memoryview | None:
         """See `Exposure.buffer`."""
         with self._lock:
             return exposure.buffer(position, num_bytes)
 
-    def write(self, exposure: Exposure, position: int, data: memoryview) -> memoryview:
+    def write(self, exposure: Exposure, position: int, source: Regions) -> memoryview:
         """See `Exposure.write`."""
         with self._lock:  # not to memory that was closed meanwhile
-            return exposure.write(position, data)
+            return exposure.write(position, source)
 
 
 class ExposureAccount:
@@ -190,6 +201,7 @@ class ByteStream:
     """All bytes are in the frames; no memory is exposed."""
 
     name = STREAM
+    accepts = HOST_ONLY
 
     def __init__(self) -> None:
         self.account = ExposureAccount(0)

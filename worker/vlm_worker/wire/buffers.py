@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import enum
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,19 +45,135 @@ _FUNCTION: Final = ctypes.CFUNCTYPE(
 Memory = Sequence[memoryview]
 
 
-class BufferViews(NamedTuple):
-    """Views of memory that others may overwrite, in order.
+class MemoryKind(enum.Enum):
+    """Who can reach memory: any thread by an address, or only the owner of a device."""
 
-    Copy first, then call `check`: if the memory may have changed, it raises GoneError and the copy
-    must not be used.
+    HOST = "host"
+    DEVICE = "device"
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device, which only its owner copies. Thread-safe.
+
+    `digest(ranges, head)` is XXH3-128 of a head and of the bytes, computed on the device; None if
+    the device cannot.
     """
 
-    parts: Memory
-    check: Callable[[], None]
+    device: str
+    digest: Callable[[Ranges, bytes], bytes] | None
+
+    def read(self, ranges: Ranges, destination: memoryview) -> None:
+        """Copy from the device to host memory of equal size."""
+
+    def write(self, ranges: Ranges, source: memoryview) -> None:
+        """Copy from host memory of equal size to the device."""
+
+
+class Range(NamedTuple):
+    """Bytes of a device's memory."""
+
+    start: int
+    num_bytes: int
+
+
+Ranges = tuple[Range, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRegions:
+    """Views of host memory, in order."""
+
+    views: Memory
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(view.nbytes for view in self.views)
+
+    def slice(self, start: int, num_bytes: int) -> HostRegions:
+        """The bytes from an offset on."""
+        _check_slice(self.num_bytes, start, num_bytes)
+        _, views = split_views(self.views, (start, num_bytes))
+        return HostRegions(views)
+
+    def digest(self, head: bytes) -> bytes:
+        """XXH3-128 of a head and of all bytes."""
+        state = xxhash.xxh3_128(head)
+        for view in self.views:
+            state.update(view)
+        found: bytes = state.digest()
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRegions:
+    """Ranges of a device's memory, in order, without an address in this process.
+
+    Raises:
+        ValueError: the owner has no digest, which validates what a consumer reads.
+    """
+
+    ranges: Ranges
+    owner: DeviceMemory
+
+    def __post_init__(self) -> None:
+        if self.owner.digest is None:
+            raise ValueError(
+                f"{self.owner.device} computes no digest: copy its memory to the host first"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.ranges)
+
+    def slice(self, start: int, num_bytes: int) -> DeviceRegions:
+        """The bytes from an offset on."""
+        _check_slice(self.num_bytes, start, num_bytes)
+        found, end, position = [], start + num_bytes, 0
+        for address, size in self.ranges:
+            first, last = max(start, position), min(end, position + size)
+            if first < last:
+                found.append(Range(address + first - position, last - first))
+            position += size
+        return DeviceRegions(tuple(found), self.owner)
+
+    def digest(self, head: bytes) -> bytes:
+        """XXH3-128 of a head and of all bytes."""
+        assert self.owner.digest is not None
+        return self.owner.digest(self.ranges, head)
+
+
+Regions = HostRegions | DeviceRegions
+
+
+class LiveRegions(NamedTuple):
+    """Memory that others may overwrite.
+
+    Copy or digest first, then call `check`: if the memory may have changed, it raises GoneError and
+    the result must not be used.
+    """
+
+    regions: Regions
+    check: Callable[[], None]
+
+
+def stage(regions: Regions, buffer: memoryview) -> None:
+    """Copy regions to host memory of equal size, for a transport that takes no device memory."""
+    assert regions.num_bytes == buffer.nbytes
+    if isinstance(regions, DeviceRegions):
+        regions.owner.read(regions.ranges, buffer)
+    else:
+        PLAIN.copy(regions.views, [buffer], head=b"")
+
+
+def host_views(regions: Regions) -> Memory:
+    """The views of host regions; device regions must be staged before."""
+    assert isinstance(regions, HostRegions)
+    return regions.views
+
+
+def _check_slice(total: int, start: int, num_bytes: int) -> None:
+    if not 0 <= start <= start + num_bytes <= total:
+        raise ValueError(f"{num_bytes} bytes from {start} on are not within {total} bytes")
 
 
 class Copier(Protocol):
@@ -148,22 +266,26 @@ def _array(memory: memoryview) -> NDArray[np.uint8]:
 
 
 class DestinationBuffers:
-    """Buffers of equal size, in the order of the transfer's units.
+    """The destination of a transfer: host buffers of equal size, or device memory.
 
     With `reports_progress`, the reader returns units as they arrive; without, only the commit.
     """
 
-    def __init__(self, buffers: Sequence[memoryview], *, reports_progress: bool = False) -> None:
-        assert len({buffer.nbytes for buffer in buffers}) <= 1, "of one size"
-        self._buffers = buffers
+    def __init__(self, memory: Memory | Regions, *, reports_progress: bool = False) -> None:
+        self.device = memory if isinstance(memory, DeviceRegions) else None
+        host = memory.views if isinstance(memory, HostRegions) else memory
+        self._buffers: Memory = () if isinstance(host, DeviceRegions) else host
+        assert len({buffer.nbytes for buffer in self._buffers}) <= 1, "of one size"
         self.reports_progress = reports_progress
 
     @property
     def num_bytes(self) -> int:
+        if self.device is not None:
+            return self.device.num_bytes
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def parts(self, position: int, num_bytes: int) -> Iterator[memoryview]:
-        """The views of `num_bytes` from `position`, in order."""
+        """The host views of `num_bytes` from `position`, in order."""
         while num_bytes:
             number, start = divmod(position, self._buffers[0].nbytes)
             part = self._buffers[number][start : start + num_bytes]

@@ -9,14 +9,14 @@ payload directly into the destination.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import numpy as np
 import xxhash
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, Refusal
-from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.buffers import DestinationBuffers, HostRegions, MemoryKind, Regions
 from vlm_worker.wire.frames import (
     COMMIT,
     FINISH,
@@ -127,11 +127,18 @@ class UnitAssembler:
     def parts(self, total: int, num_bytes: int) -> list[memoryview]:
         """The destination of the next bytes; the first part allocates the whole batch."""
         self._batch_bytes = total
-        if self.into is not None:
+        if self.into is not None and self.into.device is None:
             return list(self.into.parts(self.position, num_bytes))
         if self._batch is None:
             self._batch = np.empty(total, np.uint8).data
         return [self._batch[self._part_bytes : self._part_bytes + num_bytes]]
+
+    def regions(self, total: int, num_bytes: int, *, takes_device: bool) -> Regions:
+        """As `parts`, in device memory if the transport takes it and it is the destination."""
+        if self.into is None or self.into.device is None or not takes_device:
+            return HostRegions(self.parts(total, num_bytes))
+        self._batch_bytes = total
+        return self.into.device.slice(self.position, num_bytes)
 
     def put(self, total: int, payload: memoryview) -> None:
         """Copy a part to its destination; a part that is a whole batch is kept without a copy."""
@@ -149,6 +156,11 @@ class UnitAssembler:
         self._part_bytes += num_bytes
         if self._part_bytes < self._batch_bytes:
             return None
+        if self.into is not None and self.into.device is not None and self._batch is not None:
+            self._part_bytes = 0
+            room = self.into.device.slice(self.position, self._batch_bytes)
+            room.owner.write(room.ranges, self._batch)
+            self._batch = None
         units = Units(header.first_unit, header.num_units, self._batch or NOTHING)
         self.num_bytes += self._batch_bytes
         self._batch, self._part_bytes = None, 0
@@ -156,17 +168,29 @@ class UnitAssembler:
         return units if self.reports_progress else None
 
 
-class Memory(Protocol):
-    """Memory that a producer exposes: `transfer.transport.View`."""
+class View(Protocol):
+    """The consumer side of memory that a producer exposes. Thread-safe.
 
-    def read(self, position: int, destinations: Sequence[memoryview], *, head: bytes) -> bytes:
-        """Copy bytes from `position` to `destinations`; returns the digest of `head` and data."""
+    `accepts` are the kinds of destinations; a transport stages what it does not accept.
+    """
+
+    accepts: frozenset[MemoryKind]
+
+    def read(self, position: int, destination: Regions, *, head: bytes) -> bytes:
+        """Copy bytes from `position` to the consumer's own memory.
+
+        Returns:
+            XXH3-128 of `head` and of the copy, whatever changes in the producer's memory meanwhile.
+
+        Raises:
+            CorruptTransferError: the bytes are not there.
+        """
 
     def close(self) -> None:
-        """Close the view."""
+        """Stop reading. Idempotent."""
 
 
-Open = Callable[[str, bytes, int], Memory]
+Open = Callable[[str, bytes, int], View]
 """`open(transport, opening, num_bytes)`: the exposed memory of a transfer of `num_bytes`."""
 
 
@@ -206,7 +230,7 @@ class FrameReader:
         )
         self._end_unit = end_unit
         self._open_memory = open_memory
-        self._memory: Memory | None = None
+        self._memory: View | None = None
         self._sequence = 0
         self._head: tuple[Header, bytes] | None = None
         self._payload = NOTHING
@@ -358,8 +382,9 @@ class FrameReader:
             raise self._refuse(Refusal.MEMORY, what)
         assembler, position = self._assembler, self._assembler.position
         total = assembler.check_due(header, header.num_bytes, max_bytes=MAX_OUT_OF_BAND_BYTES)
-        destinations = assembler.parts(total, header.num_bytes)
-        self._fetched_digest = self._memory.read(position, destinations, head=HEADER.pack(*header))
+        takes_device = MemoryKind.DEVICE in self._memory.accepts
+        destination = assembler.regions(total, header.num_bytes, takes_device=takes_device)
+        self._fetched_digest = self._memory.read(position, destination, head=HEADER.pack(*header))
         self._in_place = True
         return header.num_bytes
 

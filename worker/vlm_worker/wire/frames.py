@@ -36,11 +36,16 @@ from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.buffers import (
     PLAIN,
-    BufferViews,
     Copier,
+    DeviceRegions,
+    HostRegions,
+    LiveRegions,
+    Regions,
     address_of,
     allocate_buffer,
+    host_views,
     split_views,
+    stage,
 )
 
 MAX_FRAME_BYTES = 1 << 20
@@ -164,13 +169,13 @@ FrameBatches = AsyncGenerator[Iterable[Frame]]
 
 A tuple is prebuilt and its payloads are out of band: sending it needs no thread."""
 
-WriteAt = Callable[[int, memoryview], memoryview]
+WriteAt = Callable[[int, Regions], memoryview]
 """`write_at(position, data)` exposes bytes of units at an offset from the transfer's first unit;
 returns the bytes that must be in the frame."""
 
-Export = Callable[[int, int, memoryview], memoryview | BufferViews]
+Export = Callable[[int, int, memoryview], memoryview | LiveRegions]
 """`export(first_unit, num_units, buffer)` returns `[num_units, unit_bytes]`: a copy in `buffer`, of
-that size; or memory that does not change; or views that must be copied. Thread-safe."""
+that size; or memory that does not change; or regions that others may overwrite. Thread-safe."""
 
 
 def units_per_frame(unit_bytes: int, *, max_bytes: int) -> int:
@@ -212,21 +217,43 @@ class FrameWriter:
         for payload, num_units, offset in self._cut(data):
             yield self._frame(payload, num_units=num_units, offset=offset)
 
-    def copy(self, views: BufferViews, destination: memoryview) -> list[Frame]:
+    def copy(self, live: LiveRegions, destination: memoryview) -> list[Frame]:
         """As `write`, for units that are first copied to `destination`, of equal size.
 
         Raises:
-            GoneError: from `views.check`; the writer is unchanged.
+            GoneError: from `live.check`; the writer is unchanged.
         """
-        mark = self._position, self._next_unit, self._sequence
         cuts = list(self._cut(destination))
-        all_parts = split_views(views.parts, (payload.nbytes for payload, _, _ in cuts))
-        try:
-            frames = [
+        sources = split_views(host_views(live.regions), (payload.nbytes for payload, _, _ in cuts))
+        return self._checked(
+            live,
+            (
                 self._frame(payload, num_units=num_units, offset=offset, parts=parts)
-                for (payload, num_units, offset), parts in zip(cuts, all_parts, strict=True)
-            ]
-            views.check()
+                for (payload, num_units, offset), parts in zip(cuts, sources, strict=True)
+            ),
+        )
+
+    def expose(self, live: LiveRegions) -> list[Frame]:
+        """As `write`, for units in device memory that the consumer reads there: no copy.
+
+        Raises:
+            GoneError: from `live.check`; the writer is unchanged.
+        """
+        assert isinstance(live.regions, DeviceRegions)
+        sizes = self._cut_sizes(live.regions.num_bytes)
+        return self._checked(
+            live,
+            (
+                self._frame(live.regions.slice(start, size), num_units=num_units, offset=offset)
+                for start, size, num_units, offset in sizes
+            ),
+        )
+
+    def _checked(self, live: LiveRegions, made: Iterator[Frame]) -> list[Frame]:
+        mark = self._position, self._next_unit, self._sequence
+        try:
+            frames = list(made)
+            live.check()
         except GoneError:
             self._position, self._next_unit, self._sequence = mark
             raise
@@ -235,13 +262,18 @@ class FrameWriter:
     def _cut(self, data: memoryview) -> Iterator[tuple[memoryview, int, int]]:
         """Payloads, each with the number of units in its batch and its offset there."""
         flat = data.cast("B") if data.nbytes else data
-        assert flat.nbytes % self._unit_bytes == 0
+        for start, size, num_units, offset in self._cut_sizes(flat.nbytes):
+            yield flat[start : start + size], num_units, offset
+
+    def _cut_sizes(self, num_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """Start and size of each payload, units in its batch, and its offset there."""
+        assert num_bytes % self._unit_bytes == 0
         count, limit = units_per_frame(self._unit_bytes, max_bytes=self._max_bytes), self._max_bytes
-        for start in range(0, flat.nbytes, count * self._unit_bytes):
-            run = flat[start : start + count * self._unit_bytes]
-            num_units = run.nbytes // self._unit_bytes
-            for offset in range(0, run.nbytes, limit):
-                yield run[offset : offset + limit], num_units, offset
+        for start in range(0, num_bytes, count * self._unit_bytes):
+            batch_bytes = min(count * self._unit_bytes, num_bytes - start)
+            for offset in range(0, batch_bytes, limit):
+                size = min(limit, batch_bytes - offset)
+                yield start + offset, size, batch_bytes // self._unit_bytes, offset
 
     def open(self, transport: str, opening: bytes) -> Frame:
         """The first frame, if payloads are out of band."""
@@ -267,7 +299,7 @@ class FrameWriter:
 
     def _frame(
         self,
-        payload: memoryview,
+        payload: memoryview | DeviceRegions,
         *,
         num_units: int,
         offset: int,
@@ -275,12 +307,13 @@ class FrameWriter:
         parts: list[memoryview] | None = None,
     ) -> Frame:
         """The frame of a payload; `parts`, if given, are copied to it first."""
+        num_bytes = payload.nbytes if isinstance(payload, memoryview) else payload.num_bytes
         header = HEADER.pack(
             MAGIC,
             VERSION,
             kind,
             self._sequence,
-            payload.nbytes,
+            num_bytes,
             self._next_unit,
             num_units,
             offset,
@@ -291,15 +324,20 @@ class FrameWriter:
             self._identity.fingerprint,
         )
         self._sequence += 1
-        if kind is FrameKind.UNITS and offset + payload.nbytes == num_units * self._unit_bytes:
+        if kind is FrameKind.UNITS and offset + num_bytes == num_units * self._unit_bytes:
             self._next_unit += num_units
+        if isinstance(payload, DeviceRegions):
+            assert self._write_at is not None
+            in_frame = self._write_at(self._position, payload)
+            self._position += num_bytes
+            return Frame(header + payload.digest(header), in_frame)
         if parts is None:
             head = header + digest(header, payload)
         else:
             head = header + self._copier.copy(parts, [payload], head=header)
         if kind is FrameKind.UNITS and self._write_at is not None:
-            in_frame = self._write_at(self._position, payload)
-            self._position += payload.nbytes
+            in_frame = self._write_at(self._position, HostRegions([payload]))
+            self._position += num_bytes
             return Frame(head, in_frame)
         return Frame(head, payload)
 
@@ -320,6 +358,7 @@ class ChunkFramer:
         next_unit: the first unit that is not in a frame yet.
         gone: why the units ended early, or None.
         is_committed: the commit was returned.
+        exposes_device: the consumer reads device memory directly; else it is staged.
     """
 
     def __init__(
@@ -332,6 +371,7 @@ class ChunkFramer:
         chunk_bytes: int,
         buffer: Callable[[int, int], memoryview | None] | None = None,
         opening: Frame | None = None,
+        exposes_device: bool = False,
     ) -> None:
         self.next_unit = first_unit
         self.gone: GoneError | None = None
@@ -343,6 +383,7 @@ class ChunkFramer:
         self._batch = max(1, chunk_bytes // unit_bytes)
         self._buffer = buffer
         self._opening = opening
+        self.exposes_device = exposes_device
         self._own_buffer = memoryview(b"")
 
     def run(self, end_unit: int, commit: Commit | None) -> Iterator[Frame]:
@@ -389,21 +430,26 @@ class ChunkFramer:
         exposed = None if self._buffer is None else self._buffer(position, num_bytes)
         buffer = self._own(num_bytes) if exposed is None else exposed
         data = self._export(self.next_unit, num_units, buffer)
-        if (data.num_bytes if isinstance(data, BufferViews) else data.nbytes) != num_bytes:
+        if (data.nbytes if isinstance(data, memoryview) else data.regions.num_bytes) != num_bytes:
             raise CorruptTransferError("the export has another size than the layout")
-        if (
-            isinstance(data, memoryview)
-            and exposed is not None
-            and address_of(data) != address_of(exposed)
-        ):
-            data = BufferViews([data.cast("B")], lambda: None)
-        frames = (
-            self._writer.copy(data, buffer)
-            if isinstance(data, BufferViews)
-            else self._writer.write(data)
-        )
+        frames = self._frames(data, buffer, is_exposed=exposed is not None)
         self.next_unit += num_units
         return frames
+
+    def _frames(
+        self, data: memoryview | LiveRegions, buffer: memoryview, *, is_exposed: bool
+    ) -> Iterable[Frame]:
+        if isinstance(data, memoryview):
+            if not is_exposed or address_of(data) == address_of(buffer):
+                return self._writer.write(data)
+            data = LiveRegions(HostRegions([data.cast("B")]), lambda: None)
+        if isinstance(data.regions, HostRegions):
+            return self._writer.copy(data, buffer)
+        if self.exposes_device:
+            return self._writer.expose(data)
+        stage(data.regions, buffer)
+        data.check()
+        return self._writer.write(buffer)
 
     def _own(self, num_bytes: int) -> memoryview:
         if self._own_buffer.nbytes < num_bytes:
