@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.gateway import base64_images
-from vlm_worker.gateway.base64_images import (
+from vlm_worker.gateway import images
+from vlm_worker.gateway.images import (
     NotBase64Error,
     TooManyBytesError,
     decode_base64,
@@ -27,7 +27,7 @@ def decoded(text: bytes, *, max_bytes: int = 2**20, escaped: bool = False) -> tu
 
 @pytest.fixture(params=[8, 64, 65536])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(base64_images, "_PIECE", request.param)
+    monkeypatch.setattr(images, "_PIECE", request.param)
     return int(request.param)
 
 
