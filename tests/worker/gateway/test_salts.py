@@ -12,7 +12,7 @@ from worker.gateway.image_files import ask
 from worker.gateway.stack import P_D, serving, stack
 from worker.gateway.test_front_door import api
 
-from vlm_worker.gateway.auth import ApiKeys, Salts, cache_salt, load_keys
+from vlm_worker.gateway.config import ApiKeys, Salts, cache_salt, load_keys
 
 NAMES = st.text(min_size=1, max_size=40)
 SECRETS = st.binary(min_size=1, max_size=64)

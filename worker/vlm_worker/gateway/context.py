@@ -10,8 +10,7 @@ from typing import Any
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
-from vlm_worker.gateway.auth import Salts
-from vlm_worker.gateway.config import ConfigWatcher
+from vlm_worker.gateway.config import ConfigWatcher, Salts
 from vlm_worker.gateway.memory import MemoryBudget, MemoryReservation
 from vlm_worker.gateway.metrics import GatewayMetrics
 from vlm_worker.gateway.orchestrate.pods_in_use import BackgroundTasks

@@ -23,11 +23,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.api import errors
-from vlm_worker.gateway.auth import OPEN_PATHS
 from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.discovery import ApiServer, PodWatch
-from vlm_worker.gateway.http_app import admin_app, public_app
+from vlm_worker.gateway.http_app import OPEN_PATHS, admin_app, public_app
 from vlm_worker.gateway.memory import Bound
 from vlm_worker.gateway.pod_registry import Connect, static_pods
 from vlm_worker.gateway.prompts import PromptBuilder

@@ -21,7 +21,6 @@ from starlette.routing import Route
 from vlm_worker.gateway.api import errors
 from vlm_worker.gateway.api.answers import encode
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.auth import OPEN_PATHS
 from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.endpoint import Endpoint
@@ -29,6 +28,7 @@ from vlm_worker.gateway.responses import ClientGoneError, Response, Send
 
 logger = logging.getLogger(__name__)
 
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,64}")
 
 

@@ -26,8 +26,7 @@ from vlm_worker.gateway.api.requests import (
     parse_completion,
 )
 from vlm_worker.gateway.api.schema import JsonBody, read_json
-from vlm_worker.gateway.auth import Salts
-from vlm_worker.gateway.config import Admission, Config
+from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
