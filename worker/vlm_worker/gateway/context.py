@@ -13,8 +13,7 @@ from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.config import ConfigWatcher, Salts
 from vlm_worker.gateway.memory import MemoryBudget, MemoryReservation
 from vlm_worker.gateway.metrics import GatewayMetrics
-from vlm_worker.gateway.orchestrate.pods_in_use import BackgroundTasks
-from vlm_worker.gateway.orchestrate.retry_policy import RetryPolicy
+from vlm_worker.gateway.orchestrate.route_selection import BackgroundTasks, RetryPolicy
 from vlm_worker.gateway.pod_registry import Connect, Registry
 from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.request_preparation import Preparer

@@ -36,8 +36,11 @@ from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, MemoryReservation
 from vlm_worker.gateway.orchestrate.generation import Generation
 from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
-from vlm_worker.gateway.orchestrate.retry_policy import AdmissionTicket
-from vlm_worker.gateway.orchestrate.route_selection import NoEncoderError, NoRouteError
+from vlm_worker.gateway.orchestrate.route_selection import (
+    AdmissionTicket,
+    NoEncoderError,
+    NoRouteError,
+)
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.responses import ClientGoneError, Response, ResponseWriter, Send
 from vlm_worker.types import Modality, TokenLogprobs

@@ -26,13 +26,16 @@ from vlm_worker.errors import (
     PeerLostError,
     WorkerError,
 )
-from vlm_worker.gateway.orchestrate.pods_in_use import BackgroundTasks, PodsInUse
 from vlm_worker.gateway.orchestrate.prepared_request import (
     DeliveredTokens,
     PreparedRequest,
     build_request,
 )
-from vlm_worker.gateway.orchestrate.retry_policy import AdmissionTicket
+from vlm_worker.gateway.orchestrate.route_selection import (
+    AdmissionTicket,
+    BackgroundTasks,
+    PodsInUse,
+)
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import Registry
 from vlm_worker.route import Choice, Demand, Route, another_decode

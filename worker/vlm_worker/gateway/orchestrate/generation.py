@@ -19,10 +19,13 @@ from vlm_worker.errors import (
     WorkerError,
 )
 from vlm_worker.gateway.orchestrate.attempt import Attempt, wait_seconds
-from vlm_worker.gateway.orchestrate.pods_in_use import BackgroundTasks
 from vlm_worker.gateway.orchestrate.prepared_request import DeliveredTokens, Emit, PreparedRequest
-from vlm_worker.gateway.orchestrate.retry_policy import AdmissionTicket, RetryPolicy
-from vlm_worker.gateway.orchestrate.route_selection import Routing
+from vlm_worker.gateway.orchestrate.route_selection import (
+    AdmissionTicket,
+    BackgroundTasks,
+    RetryPolicy,
+    Routing,
+)
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import Registry
 from vlm_worker.route import NoRoute, Route, choose
