@@ -1,4 +1,4 @@
-"""Opens the operator's listening socket, by the worker's rule (`vlm_worker/wire/listening.py`).
+"""Opens the operator's listening socket, by the worker's rule (`vlm_worker/wire/sockets.py`).
 
 The operator and the worker share no Python code, so each has a copy of this function.
 """

@@ -24,9 +24,10 @@ from vlm_worker.settings.options import MAX_PORT
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey
 from vlm_worker.wire import messages
-from vlm_worker.wire.credentials import open_channel
+from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.rpc import DATA_PORT, METHODS, SEND_IMAGES, SENT_CHUNK_BYTES
+from vlm_worker.wire.sockets import open_channel
 from vlm_worker.wire.status import error_of_call
 
 T = TypeVar("T")
@@ -67,11 +68,9 @@ class WorkerClient:
             messages.HELLO.decode, await self._unary("Hello", request, timeout=timeout)
         )
 
-    async def watch_load(self) -> AsyncGenerator[messages.Load]:
+    def watch_load(self) -> AsyncGenerator[messages.Load]:
         """Its load, once a second, until the caller closes; PeerLostError if it is lost."""
-        async with aclosing(self._stream("WatchLoad", pb.WatchLoadRequest(), None)) as replies:
-            async for message in replies:
-                yield self._read(messages.LOAD.decode, message)
+        return self._replies("WatchLoad", pb.WatchLoadRequest(), messages.LOAD, None)
 
     # ---- a request -----------------------------------------------------------------------------
 
@@ -100,23 +99,21 @@ class WorkerClient:
         reply = await self._unary("Reserve", messages.RESERVE_CALL.encode(call), timeout=timeout)
         return self._read(messages.RESERVATION.decode, reply)
 
-    async def prefill(
+    def prefill(
         self, call: messages.PrefillCall, *, timeout: float
     ) -> AsyncGenerator[messages.Reply[messages.PrefillEvent]]:
         """Compute a prompt; yields Accepted, FirstToken, PrefillDone."""
-        request = messages.PREFILL_CALL.encode(call)
-        async with aclosing(self._stream("Prefill", request, timeout)) as replies:
-            async for message in replies:
-                yield self._read(messages.PREFILL_REPLY.decode, message)
+        return self._replies(
+            "Prefill", messages.PREFILL_CALL.encode(call), messages.PREFILL_REPLY, timeout
+        )
 
-    async def decode(
+    def decode(
         self, call: messages.DecodeCall, *, timeout: float
     ) -> AsyncGenerator[messages.Reply[messages.DecodeEvent]]:
         """Continue an answer after its first token; yields Tokens, then Finished."""
-        request = messages.DECODE_CALL.encode(call)
-        async with aclosing(self._stream("Decode", request, timeout)) as replies:
-            async for message in replies:
-                yield self._read(messages.DECODE_REPLY.decode, message)
+        return self._replies(
+            "Decode", messages.DECODE_CALL.encode(call), messages.DECODE_REPLY, timeout
+        )
 
     async def cancel(
         self, key: RequestKey, *, timeout: float | None = None
@@ -185,6 +182,13 @@ class WorkerClient:
             return convert(message)
         except InvalidRequestError as error:
             raise PeerLostError(f"{self.address} replied what cannot be: {error}") from error
+
+    async def _replies(
+        self, name: str, request: Any, reply: Codec[T], timeout: float | None
+    ) -> AsyncGenerator[T]:
+        async with aclosing(self._stream(name, request, timeout)) as replies:
+            async for message in replies:
+                yield self._read(reply.decode, message)
 
     def _call(self, name: str, request: Any, timeout: float | None) -> Any:
         try:

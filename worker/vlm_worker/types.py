@@ -20,6 +20,9 @@ class Role(enum.StrEnum):
     GATEWAY = "gateway"
 
 
+WORKER_ROLES: Final = tuple(role for role in Role if role is not Role.GATEWAY)
+
+
 class Stage(enum.StrEnum):
     """A kind of work that a worker can load; a role has one or more."""
 

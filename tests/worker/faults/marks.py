@@ -20,6 +20,7 @@ from typing import Any
 
 from vlm_worker.gateway.endpoint import Endpoint
 from vlm_worker.server.components import WorkerComponents
+from vlm_worker.types import Stage
 from vlm_worker.wire.messages import Finished, Tokens
 
 Say = Callable[[dict[str, Any]], None]
@@ -155,12 +156,12 @@ def mark_worker(marks: Marks, components: WorkerComponents) -> None:
     context.delay = at_delay  # type: ignore[method-assign]
     engine.confirm_blocks = at_import  # type: ignore[method-assign]
     engine.start_decode = at_start  # type: ignore[method-assign]
-    if components.encoder is not None:
-        _mark_encoder(marks, components.encoder)
-    if components.prefill is not None:
-        components.prefill.prefill = _named(components.prefill.prefill)
-    if components.decode is not None:
-        _mark_decode(marks, components.decode)
+    if (encoder := components.roles.get(Stage.ENCODER)) is not None:
+        _mark_encoder(marks, encoder)
+    if (prefill := components.roles.get(Stage.PREFILL)) is not None:
+        prefill.prefill = _named(prefill.prefill)
+    if (decode := components.roles.get(Stage.DECODE)) is not None:
+        _mark_decode(marks, decode)
 
 
 def _mark_encoder(marks: Marks, role: Any) -> None:

@@ -13,8 +13,7 @@ import pytest
 from vlm_worker.server.data_port import DataPort
 from vlm_worker.server.worker_server import HttpServer
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.wire.credentials import add_port
-from vlm_worker.wire.listening import ALL_IPV4, listen
+from vlm_worker.wire.sockets import ALL_IPV4, add_port, listen
 
 Server = Callable[[str], AbstractAsyncContextManager[int]]
 

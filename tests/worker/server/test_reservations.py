@@ -7,7 +7,7 @@ from worker.server.serving import serving
 
 from vlm_worker.errors import OverloadedError
 from vlm_worker.roles.decode import OTHERS_SHARE
-from vlm_worker.types import RequestKey
+from vlm_worker.types import RequestKey, Stage
 from vlm_worker.wire.messages import ReserveCall
 
 SIZE = 32
@@ -16,8 +16,7 @@ OTHER_HOST = "ipv4:10.0.0.9"
 
 async def test_a_host_that_reserves_all_it_can_leaves_an_eighth_to_others() -> None:
     async with serving("decode") as worker:
-        role, kv = worker.components.decode, worker.components.engine.stats().kv
-        assert role is not None
+        role, kv = worker.components.role(Stage.DECODE), worker.components.engine.stats().kv
         assert kv is not None
         num_granted = 0
 

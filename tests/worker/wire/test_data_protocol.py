@@ -27,7 +27,6 @@ from vlm_worker.errors import (
     WorkerError,
 )
 from vlm_worker.wire.buffers import DestinationBuffers
-from vlm_worker.wire.credentials import data_connection
 from vlm_worker.wire.data_protocol import (
     RECORD,
     receive_units,
@@ -41,6 +40,7 @@ from vlm_worker.wire.frames import (
     Frame,
     FrameKind,
 )
+from vlm_worker.wire.sockets import data_connection
 
 FRAME, FAILURE = 0, 1
 NUM_DAMAGES = 1_500

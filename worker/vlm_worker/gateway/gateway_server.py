@@ -33,7 +33,7 @@ from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.responses import Response, Send
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import AtEnd
-from vlm_worker.wire.listening import listen
+from vlm_worker.wire.sockets import listen
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,7 @@ from vlm_worker.serve.local import LOOPBACK, say, say_metrics
 from vlm_worker.serve.process import StopSignals
 from vlm_worker.settings import GatewaySettings, ServeSettings, WorkerSettings
 from vlm_worker.settings.options import to_argv
-from vlm_worker.types import Role, Stage
-
-WORKERS = (Role.ENCODER, Role.PREFILL, Role.DECODE)
+from vlm_worker.types import WORKER_ROLES, Role, Stage
 
 
 class Child:
@@ -84,19 +82,19 @@ async def run_split(settings: ServeSettings) -> int:
         finally:
             running.cancel()
             # the gateway first, so that its streams end while the workers still run
-            for child in children[len(WORKERS) :]:
+            for child in children[len(WORKER_ROLES) :]:
                 await child.stop()
-            await asyncio.gather(*(child.stop() for child in children[: len(WORKERS)]))
+            await asyncio.gather(*(child.stop() for child in children[: len(WORKER_ROLES)]))
             say("stopped")
 
 
 async def _start(settings: ServeSettings, children: list[Child]) -> None:
     parent = os.getpid()
     # With more threads than CPUs, threads wait for each other at every barrier.
-    share = max(1, len(os.sched_getaffinity(0)) // len(WORKERS))
+    share = max(1, len(os.sched_getaffinity(0)) // len(WORKER_ROLES))
     compute = settings.worker.compute
     compute = dataclasses.replace(compute, num_threads=compute.num_threads or share)
-    for role in WORKERS:
+    for role in WORKER_ROLES:
         worker = dataclasses.replace(
             settings.worker,
             role=role,
@@ -106,7 +104,7 @@ async def _start(settings: ServeSettings, children: list[Child]) -> None:
             parent=parent,
         )
         children.append(await _spawn(role, worker))
-    say(f"starting {', '.join(role.value for role in WORKERS)}")
+    say(f"starting {', '.join(role.value for role in WORKER_ROLES)}")
     addresses = []
     for child in children:
         ready = await child.ready

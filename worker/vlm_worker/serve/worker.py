@@ -20,9 +20,7 @@ from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaObserver, MediaPool, MediaSettings
 from vlm_worker.roles.attempt_registry import Incarnation
 from vlm_worker.roles.context import RoleContext
-from vlm_worker.roles.decode import DecodeRole
-from vlm_worker.roles.encode import EncoderRole
-from vlm_worker.roles.prefill import PrefillRole
+from vlm_worker.roles.registry import build_roles
 from vlm_worker.roles.request_memory import RequestMemory
 from vlm_worker.serve.budget import MemoryPlan, cold_cache_bytes, embedding_copies, plan_memory
 from vlm_worker.serve.loading import Loaded, Progress, load
@@ -153,11 +151,10 @@ async def build_components(
     logger.info("declared memory", extra={"bytes": plan.declared.total, **declared})
     engine.start(asyncio.get_running_loop())
     async with contextlib.AsyncExitStack() as stack:
-        encoder = None
+        media = None
         if Stage.ENCODER in settings.stages:
             pool = _media(loaded, settings, plan.num_decoders, observer=server.meters)
             media = await stack.enter_async_context(pool)
-            encoder = EncoderRole(context, media)
         yield WorkerComponents(
             engine,
             context,
@@ -167,9 +164,7 @@ async def build_components(
             native_kernels=loaded.native_kernels,
             declared=plan.declared,
             resident=resident_bytes,
-            encoder=encoder,
-            prefill=PrefillRole(context) if Stage.PREFILL in settings.stages else None,
-            decode=DecodeRole(context) if Stage.DECODE in settings.stages else None,
+            roles=build_roles(settings.stages, context, media),
         )
 
 

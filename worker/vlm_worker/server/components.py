@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.core.limits import QueueLimit
@@ -12,10 +12,8 @@ from vlm_worker.core.process_memory import HostMemory, ProcessMemory
 from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineStats
+from vlm_worker.errors import IncompatibleError
 from vlm_worker.roles.context import RoleContext
-from vlm_worker.roles.decode import DecodeRole
-from vlm_worker.roles.encode import EncoderRole
-from vlm_worker.roles.prefill import PrefillRole
 from vlm_worker.server.state import (
     LeaseCounts,
     MemoryCounts,
@@ -23,6 +21,7 @@ from vlm_worker.server.state import (
     TransferCounts,
     WorkerState,
 )
+from vlm_worker.types import Stage
 from vlm_worker.wire.messages import Hello, Limits, Load
 
 _BOUNDS: Final = {
@@ -34,7 +33,7 @@ _BOUNDS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerComponents:
-    """The parts of a worker with a loaded model. A role is None if its stage is not loaded.
+    """The parts of a worker with a loaded model, with the roles of its loaded stages.
 
     `model_revision` is the revision in the layouts. The worker makes `num_embedding_copies` copies
     of each embedding that it holds for a peer.
@@ -50,9 +49,13 @@ class WorkerComponents:
     native_kernels: str = "none"
     declared: ProcessMemory = dataclasses.field(default_factory=ProcessMemory)
     resident: Callable[[], int] = lambda: 0
-    encoder: EncoderRole | None = None
-    prefill: PrefillRole | None = None
-    decode: DecodeRole | None = None
+    roles: Mapping[Stage, Any] = dataclasses.field(default_factory=dict)
+
+    def role(self, stage: Stage) -> Any:
+        """Return the role of a stage. Raises IncompatibleError if the stage is not loaded."""
+        if stage not in self.roles:
+            raise IncompatibleError(f"the stage {stage} is not loaded here")
+        return self.roles[stage]
 
     def snapshot(self) -> Snapshot:
         """Return the current statistics."""

@@ -20,7 +20,6 @@ from vlm_worker.errors import InvalidRequestError, WorkerError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.supervision import AtEnd, Supervisor
 from vlm_worker.transfer.thread_call import run_in_thread
-from vlm_worker.wire.credentials import data_connection, open_data_port
 from vlm_worker.wire.data_protocol import (
     LENGTH,
     MAX_REQUEST_BYTES,
@@ -34,6 +33,7 @@ from vlm_worker.wire.data_protocol import (
 )
 from vlm_worker.wire.frames import FrameBatches
 from vlm_worker.wire.messages import FetchCall
+from vlm_worker.wire.sockets import data_connection, open_data_port
 
 logger = logging.getLogger(__name__)
 

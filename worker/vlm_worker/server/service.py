@@ -19,16 +19,18 @@ import grpc
 from vlm_worker.errors import (
     CancelledError,
     DrainingError,
-    IncompatibleError,
     InvalidRequestError,
     PeerLostError,
     WorkerError,
 )
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.roles.context import CallTimer
+from vlm_worker.roles.registry import FETCHED_FROM, ROLES
 from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import WorkerState
+from vlm_worker.types import Stage
 from vlm_worker.wire import messages
+from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frames import FrameBatches, join_frames
 from vlm_worker.wire.messages import DecodeCall, DecodeEvent, FetchCall, Reply
@@ -57,8 +59,12 @@ class Service:
     def handlers(self) -> tuple[Any, ...]:
         """Return the argument of `grpc.aio.Server.add_generic_rpc_handlers`."""
         by_service: dict[str, dict[str, Any]] = {}
+        shared = {fetch.method: self._sends(fetch) for fetch in FETCHED_FROM}
+        for stage, role in ROLES.items():
+            shared |= {name: self._streams(stage, name, *rpc) for name, rpc in role.rpcs.items()}
         for method in METHODS.values():
-            handler = self._guarded(method, getattr(self, f"_{method.name}"))
+            handler = shared.get(method.name) or getattr(self, f"_{method.name}")
+            handler = self._guarded(method, handler)
             by_service.setdefault(method.service, {})[method.name] = _rpc_handler(method, handler)
         return tuple(
             grpc.method_handlers_generic_handler(f"{PACKAGE}.{service}", handlers)
@@ -68,7 +74,7 @@ class Service:
     async def decode(self, call: DecodeCall, deliver: Callable[[Reply[DecodeEvent]], None]) -> None:
         """Run a Decode for a gateway in this process, with the same counts as over gRPC."""
         with self._counted("Decode"):
-            role = _loaded(self._ready().decode, "decode")
+            role = self._ready().role(Stage.DECODE)
             async with aclosing(role.decode(call, CallTimer())) as replies:
                 async for reply in replies:
                     deliver(reply)
@@ -90,7 +96,7 @@ class Service:
     @contextlib.contextmanager
     def _counted(self, name: str) -> Iterator[None]:
         """Count a call while it is in flight, and its outcome."""
-        counted = name in ("Encode", "Prefill", "Decode")
+        counted = name == "Encode" or any(name in role.rpcs for role in ROLES.values())
         ending: BaseException | None = None
         self.live[name] += 1
         try:
@@ -143,7 +149,7 @@ class Service:
 
     async def _Encode(self, _: Any, context: Any) -> None:  # noqa: N802
         timer = CallTimer()
-        role = _loaded(self._ready().encoder, "encoder")
+        role = self._ready().role(Stage.ENCODER)
         within = self._state.settings.timers.no_progress
         first = await _next(context, within)
         if first is None:  # cancelled: gRPC ends the stream before it cancels this task
@@ -154,10 +160,21 @@ class Service:
         replies = role.encode(call, _chunks(context, within), timer)
         await _write_all(replies, messages.ENCODE_REPLY.encode, context)
 
-    async def _FetchEmbedding(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
-        await self._send(
-            self._fetched(Fetch.EMBEDDING, messages.FETCH_CALL.decode(request)), context
-        )
+    # ---- calls of the registry -----------------------------------------------------------------
+
+    def _streams(self, stage: Stage, name: str, call: Codec[Any], reply: Codec[Any]) -> Handler:
+        async def handler(request: Any, context: Any) -> None:
+            timer = CallTimer()
+            run = getattr(self._ready().role(stage), name.lower())
+            await _write_all(run(call.decode(request), timer), reply.encode, context)
+
+        return handler
+
+    def _sends(self, fetch: Fetch) -> Handler:
+        async def handler(request: pb.FetchRequest, context: Any) -> None:
+            await self._send(self._fetched(fetch, messages.FETCH_CALL.decode(request)), context)
+
+        return handler
 
     async def _send(self, runs: FrameBatches, context: Any) -> None:
         """Send frames over gRPC.
@@ -178,11 +195,8 @@ class Service:
                     raise PeerLostError(f"no frame was taken for {within:g} s") from None
 
     def _fetched(self, fetch: Fetch, call: FetchCall, *, large: bool = False) -> FrameBatches:
-        match fetch:
-            case Fetch.EMBEDDING:
-                return _loaded(self._ready().encoder, "encoder").fetch(call, large=large)
-            case Fetch.KV:
-                return _loaded(self._ready().prefill, "prefill").fetch(call, large=large)
+        runs: FrameBatches = self._ready().role(FETCHED_FROM[fetch]).fetch(call, large=large)
+        return runs
 
     async def fetched(self, fetch: Fetch, call: FetchCall) -> FrameBatches:
         """Yield the frames of a fetch over a data connection."""
@@ -195,30 +209,13 @@ class Service:
         finally:
             self.live[name] -= 1
 
-    # ---- Prefill -------------------------------------------------------------------------------
-
-    async def _Prefill(self, request: pb.PrefillRequest, context: Any) -> None:  # noqa: N802
-        timer = CallTimer()
-        role = _loaded(self._ready().prefill, "prefill")
-        replies = role.prefill(messages.PREFILL_CALL.decode(request), timer)
-        await _write_all(replies, messages.PREFILL_REPLY.encode, context)
-
-    async def _FetchKV(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
-        await self._send(self._fetched(Fetch.KV, messages.FETCH_CALL.decode(request)), context)
-
     # ---- Decode --------------------------------------------------------------------------------
 
     async def _Reserve(self, request: pb.ReserveRequest, context: Any) -> Any:  # noqa: N802
-        role = _loaded(self._ready().decode, "decode")
+        role = self._ready().role(Stage.DECODE)
         peer = _host_of(context.peer())
         reservation = await role.reserve(messages.RESERVE_CALL.decode(request), peer=peer)
         return messages.RESERVATION.encode(reservation)
-
-    async def _Decode(self, request: pb.DecodeRequest, context: Any) -> None:  # noqa: N802
-        timer = CallTimer()
-        role = _loaded(self._ready().decode, "decode")
-        replies = role.decode(messages.DECODE_CALL.decode(request), timer)
-        await _write_all(replies, messages.DECODE_REPLY.encode, context)
 
 
 def _rpc_handler(method: Method, handler: Handler) -> Any:
@@ -237,12 +234,6 @@ def _rpc_handler(method: Method, handler: Handler) -> Any:
 def _host_of(peer: str) -> str:
     """Return the host of gRPC's peer name, `ipv4:10.0.0.1:40312`, without the port."""
     return peer.rpartition(":")[0]
-
-
-def _loaded(role: T | None, stage: str) -> T:
-    if role is None:
-        raise IncompatibleError(f"the stage {stage} is not loaded here")
-    return role
 
 
 async def _write_all(

@@ -31,9 +31,8 @@ from vlm_worker.server.state import Phase, Snapshot, WorkerState
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.timers import Timers
 from vlm_worker.supervision import AtEnd, Supervisor, Work
-from vlm_worker.wire.credentials import WARNING, add_port
-from vlm_worker.wire.listening import listen
 from vlm_worker.wire.rpc import MAX_STREAMS, server_options
+from vlm_worker.wire.sockets import WARNING, add_port, listen
 
 logger = logging.getLogger(__name__)
 

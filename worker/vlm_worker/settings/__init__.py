@@ -33,7 +33,7 @@ from vlm_worker.settings.values import (
     Settings,
     WorkerSettings,
 )
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import WORKER_ROLES, Role, Stage
 
 __all__ = [
     "AdmissionPolicy",
@@ -56,7 +56,7 @@ def command_line() -> argparse.ArgumentParser:
     """The parser of `vlm-worker`; `args.parser` is the parser of the given command."""
     parser = argparse.ArgumentParser(prog="vlm-worker", description="One process of a VLM service.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for role in (Role.ENCODER, Role.PREFILL, Role.DECODE):
+    for role in WORKER_ROLES:
         worker = commands.add_parser(role.value, help=f"a {role.value} worker", allow_abbrev=False)
         add_options(worker, WorkerSettings)
         worker.set_defaults(parser=worker)

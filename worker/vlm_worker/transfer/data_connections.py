@@ -23,7 +23,6 @@ from vlm_worker.settings.timers import Timers
 from vlm_worker.transfer.consumer import MAX_PENDING_BATCHES, ReceiveChannel
 from vlm_worker.transfer.shared_memory import NAME as SHARED_MEMORY
 from vlm_worker.transfer.thread_call import ThreadCall, run_in_thread
-from vlm_worker.wire.credentials import open_data_connection
 from vlm_worker.wire.data_protocol import (
     Fetch,
     is_readable,
@@ -35,6 +34,7 @@ from vlm_worker.wire.data_protocol import (
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Units
 from vlm_worker.wire.messages import FetchCall
+from vlm_worker.wire.sockets import open_data_connection
 
 MAX_FETCHES: Final = 64
 """Concurrent fetches over data connections, each with a thread. Others use gRPC."""

@@ -16,7 +16,7 @@ Units become frames chunk by chunk, in the thread that iterates over them: a chu
 digested and sent before the next one, so it stays in the cache, and no other thread is woken. The
 socket's buffer holds what a slow network has not sent yet.
 
-The digest gives integrity, not authenticity: see wire/credentials.py.
+The digest gives integrity, not authenticity: see wire/sockets.py.
 """
 
 from __future__ import annotations

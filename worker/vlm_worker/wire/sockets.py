@@ -1,5 +1,8 @@
 """Opens channels and ports; the only module for transport security.
 
+--bind=::       IPv4 and IPv6 through one socket; IPv4 alone if the kernel has no IPv6
+other values    that address and no other
+
 All connections are plaintext until mutual TLS is built here. A process that opens a port logs a
 `WARNING`: the digest of a frame does not authenticate.
 """
@@ -7,6 +10,7 @@ All connections are plaintext until mutual TLS is built here. A process that ope
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 from typing import Any, Final
@@ -14,12 +18,13 @@ from typing import Any, Final
 import grpc
 
 from vlm_worker.settings.timers import Timers
-from vlm_worker.wire.listening import bindable, listen
 from vlm_worker.wire.rpc import channel_options
 
 WARNING = (
     "gRPC and data between pods are plaintext and unauthenticated: keep them inside a NetworkPolicy"
 )
+ALL_IPV4: Final = "0.0.0.0"  # noqa: S104 - the same as "::", for hosts without IPv6
+_HTTP_BACKLOG: Final = 1024
 _BACKLOG: Final = 64
 _TIMEVAL: Final = struct.Struct("@ll")
 _TCP_OPTIONS: Final = (
@@ -104,3 +109,30 @@ def data_connection(
         whole, part = divmod(round(seconds * 1e6), 1_000_000)
         connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(whole, part))
     return connection
+
+
+def bindable(address: str) -> str:
+    """The address to bind for `--bind`: itself, but `0.0.0.0` for `::` if there is no IPv6."""
+    return ALL_IPV4 if address == "::" and not socket.has_dualstack_ipv6() else address
+
+
+def listen(address: str, port: int, *, backlog: int = _HTTP_BACKLOG) -> socket.socket:
+    """A listening socket at `bindable(address)`.
+
+    Raises:
+        OSError: naming the address and the port.
+    """
+    host = bindable(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server(
+            (host, port), family=family, dualstack_ipv6=host == "::", backlog=backlog
+        )
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(
+            f"cannot listen on {host} port {port}: {why}; choose another address or port"
+        ) from None
+    # asyncio sets it only for its own sockets; without it, each token would wait 40 ms for an ACK.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
