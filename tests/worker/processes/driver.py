@@ -156,8 +156,7 @@ class Attempt:
                     match reply.event:
                         case Decoded() as decoded:
                             for item in decoded.items:
-                                if item.error is not None:
-                                    raise item.error
+                                assert item.error is None, item.error
                             self.decoded.set_result(decoded)
                         case ItemReady():
                             num_ready += 1
