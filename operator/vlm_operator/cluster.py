@@ -8,6 +8,7 @@ lists from a cache. Methods raise only `ClusterError` and its subclasses.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
@@ -105,6 +106,17 @@ def kind_of(manifest: Mapping[str, Any]) -> Kind:
         KeyError: it is not one of `KINDS`.
     """
     return KINDS[manifest["apiVersion"], manifest["kind"]]
+
+
+def timestamp(seconds: float) -> str:
+    """Return seconds since the epoch as Kubernetes writes times."""
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def epoch_seconds(moment: str) -> float:
+    """Return a Kubernetes timestamp as seconds since the epoch."""
+    return datetime.datetime.fromisoformat(moment).timestamp()
 
 
 class Cluster(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from vlm_operator.cluster import (
     Cluster,
     Kind,
     Manifest,
+    epoch_seconds,
 )
 from vlm_operator.endings import ending
 from vlm_operator.names import Role
@@ -84,11 +84,6 @@ def pod_states(pods: Sequence[Manifest]) -> tuple[PodState, ...]:
     )
 
 
-def seconds(moment: str) -> float:
-    """Convert a Kubernetes timestamp to seconds since the epoch."""
-    return datetime.datetime.fromisoformat(moment).timestamp()
-
-
 def _pod(item: Manifest) -> PodState:
     meta, spec, status = item["metadata"], item.get("spec", {}), item.get("status", {})
     labels = meta["labels"]
@@ -104,12 +99,12 @@ def _pod(item: Manifest) -> PodState:
         revision=labels.get(names.LABEL_REVISION, ""),
         node=spec.get("nodeName"),
         ip=status.get("podIP"),
-        created=seconds(meta["creationTimestamp"]),
+        created=epoch_seconds(meta["creationTimestamp"]),
         scheduled=bool(spec.get("nodeName")),
         containers_ready=_holds(conditions, "ContainersReady"),
         ready=_holds(conditions, "Ready"),
         accepting=None if gate is None else gate["status"] == "True",
-        gate_since=None if gate is None else seconds(gate["lastTransitionTime"]),
+        gate_since=None if gate is None else epoch_seconds(gate["lastTransitionTime"]),
         deleting=meta.get("deletionTimestamp") is not None,
         finished=status.get("phase") in ("Succeeded", "Failed"),
         restarts=sum(int(entry.get("restartCount", 0)) for entry in statuses),
@@ -143,7 +138,7 @@ def _since(conditions: Mapping[str, Any], name: str, *, status: str = "True") ->
     found = conditions.get(name)
     if found is None or found["status"] != status:
         return None
-    return seconds(found["lastTransitionTime"])
+    return epoch_seconds(found["lastTransitionTime"])
 
 
 def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterator, Mapping
 from itertools import combinations
@@ -11,7 +10,7 @@ from typing import Any
 from vlm_cli.definitions.manifests import KINDS, crd
 from vlm_cli.doctor.facts import CRD, Facts, Finding, Installation, Level
 from vlm_operator import names
-from vlm_operator.cluster import DEPLOYMENT, LEASE, ROLE, VLM_SERVICE, Manifest
+from vlm_operator.cluster import DEPLOYMENT, LEASE, ROLE, VLM_SERVICE, Manifest, epoch_seconds
 from vlm_operator.names import Role
 
 OLDEST = (1, 30)  # the chart's kubeVersion
@@ -169,7 +168,7 @@ def _lease(facts: Facts, found: Installation) -> tuple[bool, Finding]:
         return False, Finding("lease", Level.FAIL, f"{name} is missing: no operator leads", remedy)
     if not spec.get("holderIdentity"):
         return False, Finding("lease", Level.FAIL, f"{name} has no holder", remedy)
-    renewed = datetime.datetime.fromisoformat(spec["renewTime"]).timestamp()
+    renewed = epoch_seconds(spec["renewTime"])
     old, lasts = facts.now - renewed, float(spec.get("leaseDurationSeconds", 15))
     held = f"{name} is held by {spec['holderIdentity']}"
     if old > lasts:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.cluster import EVENT, VLM_SERVICE, Cluster, Manifest
+from vlm_operator.cluster import EVENT, VLM_SERVICE, Cluster, Manifest, timestamp
 from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.metrics import WRITES
 from vlm_operator.status.events import Event
@@ -28,7 +27,7 @@ async def post_events(
 
     `now` is in seconds since the epoch. If the API server is unavailable, the rest is dropped.
     """
-    moment = datetime.datetime.fromtimestamp(now, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    moment = timestamp(now)
     for event in events:
         text = f"{uid}/{event.reason}/{event.message}"
         title = f"{name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"

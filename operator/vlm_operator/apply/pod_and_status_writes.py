@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 from collections.abc import Iterable
 from typing import Any
 
 from vlm_operator import names
 from vlm_operator.apply.objects import check_owner
-from vlm_operator.cluster import CONFIG_MAP, POD, VLM_SERVICE, Cluster, Manifest
+from vlm_operator.cluster import CONFIG_MAP, POD, VLM_SERVICE, Cluster, Manifest, timestamp
 from vlm_operator.errors import ClusterError, ConflictError
 from vlm_operator.metrics import WRITES
 from vlm_operator.rollout.drain import PodPatch
@@ -141,11 +140,10 @@ async def _pod(cluster: Cluster, manifest: Manifest, subresource: str) -> None:
 
 
 def _gate_manifest(patch: PodPatch, namespace: str, now: float) -> Manifest:
-    moment = datetime.datetime.fromtimestamp(now, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     condition = {
         "type": names.GATE_ACCEPTING,
         "status": "True" if patch.accepting else "False",
-        "lastTransitionTime": moment,
+        "lastTransitionTime": timestamp(now),
         "reason": patch.reason,
     }
     return {**_pod_head(patch, namespace), "status": {"conditions": [condition]}}

@@ -20,11 +20,10 @@ from collections.abc import Iterable
 from vlm_operator import names
 from vlm_operator.api import parse
 from vlm_operator.api.gateway import GatewayDrain
-from vlm_operator.cluster import DEPLOYMENT, NODE, Cluster, Manifest
+from vlm_operator.cluster import DEPLOYMENT, NODE, Cluster, Manifest, epoch_seconds
 from vlm_operator.errors import ClusterError, ConflictError, SpecError
 from vlm_operator.metrics import WRITES
 from vlm_operator.names import Role
-from vlm_operator.observe import seconds
 from vlm_operator.pods.parts import GRACE_SECONDS
 from vlm_operator.state import DeploymentState, Observed
 from vlm_operator.status.causes import sentence
@@ -115,7 +114,7 @@ class Deletion:
     @property
     def _due(self) -> float:
         """End of the drain timeout, in seconds since the epoch."""
-        began = seconds(self._meta["deletionTimestamp"])
+        began = epoch_seconds(self._meta["deletionTimestamp"])
         try:
             assert self._observed.service is not None
             drain = parse(self._observed.service).spec.gateway.drain.timeout_seconds

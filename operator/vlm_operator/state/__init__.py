@@ -8,6 +8,7 @@ owners.py       the owner of an object                                  owned_by
 `observe` and `scrape` build these values.
 """
 
+from vlm_operator.cluster import Manifest
 from vlm_operator.state.cluster_view import ContainerState, NodeClassState, Observed, PodState
 from vlm_operator.state.deployments import (
     ANNOTATION_APPLIED,
@@ -18,7 +19,6 @@ from vlm_operator.state.deployments import (
     ANNOTATION_RESOLVED,
     DeploymentState,
     Key,
-    Manifest,
     Resolved,
     Revision,
 )

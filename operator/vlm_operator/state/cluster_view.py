@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlm_operator import names
+from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
-from vlm_operator.state.deployments import DeploymentState, Manifest
+from vlm_operator.state.deployments import DeploymentState
 from vlm_operator.state.pod_stats import Sample
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Iterator
-from typing import Any
 
 from vlm_operator import names
+from vlm_operator.cluster import Manifest, epoch_seconds
 from vlm_operator.names import Role
 
-Manifest = dict[str, Any]
 Key = tuple[Role, str, str]  # role, variant, revision
 
 # On each Deployment: inputs of its revision, so that another operator version renders equal pods.
@@ -173,4 +171,4 @@ def _containers(manifest: Manifest) -> Iterator[Manifest]:
 
 
 def _seconds(moment: str | None) -> float:
-    return 0.0 if moment is None else datetime.datetime.fromisoformat(moment).timestamp()
+    return 0.0 if moment is None else epoch_seconds(moment)

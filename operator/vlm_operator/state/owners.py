@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vlm_operator import names
+from vlm_operator.cluster import Manifest
 
-Manifest = dict[str, Any]
 Key = tuple[str, str]  # kind and name
 _HASH = "pod-template-hash"
 

@@ -14,11 +14,12 @@ from vlm_operator import names
 from vlm_operator.api import effective, topology
 from vlm_operator.autoscale.explain import round_ms
 from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.cluster import timestamp
 from vlm_operator.names import Role
 from vlm_operator.pods.parts import selector
 from vlm_operator.rollout.revisions import service_revision
 from vlm_operator.state import Manifest, PodState, Sample
-from vlm_operator.status.conditions import condition_states, timestamp, with_times
+from vlm_operator.status.conditions import condition_states, with_times
 from vlm_operator.status.inputs import StatusInputs
 from vlm_operator.status.readiness import serving
 

@@ -10,12 +10,12 @@ the same text. Messages contain no duration and no load, so a lasting state is w
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from vlm_operator.cluster import epoch_seconds
 from vlm_operator.names import Role
 from vlm_operator.state import ContainerState, Manifest, PodState, Sample
 
@@ -168,7 +168,7 @@ def refused_pods(deployment: Manifest) -> Problem | None:
     if failure is None or failure["status"] != "True":
         return None
     message = str(failure.get("message", ""))
-    since = datetime.datetime.fromisoformat(failure["lastTransitionTime"]).timestamp()
+    since = epoch_seconds(failure["lastTransitionTime"])
     subject = f"Deployment {deployment['metadata']['name']}"
     quota = re.search(
         r"exceeded quota: (\S+?), requested: (.*?), used: .*?, limited: (.*)", message

@@ -20,6 +20,7 @@ from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.api.status import ConditionType
 from vlm_operator.autoscale.explain import beyond, remedy
 from vlm_operator.autoscale.outcome import Attribution, Bound, Reason
+from vlm_operator.cluster import timestamp
 from vlm_operator.names import Role
 from vlm_operator.state import Manifest
 from vlm_operator.status.causes import Problem, sentence, split
@@ -97,11 +98,6 @@ def with_times(
             condition["observedGeneration"] = generation
         found.append(condition)
     return found
-
-
-def timestamp(at: float) -> str:
-    """Format a time in seconds since the epoch as the API server does."""
-    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def accepted(view: StatusInputs) -> ConditionState:

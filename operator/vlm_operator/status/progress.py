@@ -10,10 +10,10 @@ A pod that crashes and restarts exceeds no earlier maximum, so it is no progress
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import re
 from collections.abc import Mapping
 
+from vlm_operator.cluster import epoch_seconds
 from vlm_operator.state import Manifest
 from vlm_operator.status.inputs import StatusInputs
 
@@ -49,7 +49,7 @@ def restored(status: Manifest, *, now: float) -> Progress:
         for kind in ("Reconciling", "Stalled")
     )
     last = status.get("lastProgressTime")
-    at = now if last is None else datetime.datetime.fromisoformat(last).timestamp()
+    at = now if last is None else epoch_seconds(last)
     return Progress((generation, status.get("updateRevision", "")), min(at, now), settled=quiet)
 
 

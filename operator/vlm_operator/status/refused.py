@@ -8,9 +8,8 @@ conditions describe the pods; the conditions about decisions say that none is ma
 
 from __future__ import annotations
 
-import datetime
-
 from vlm_operator import names
+from vlm_operator.cluster import epoch_seconds
 from vlm_operator.errors import SpecError
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Manifest, Observed, controller
@@ -33,7 +32,7 @@ def refusal(error: SpecError, previous: Manifest, *, now: float) -> Failure:
     known = {item["type"]: item for item in previous.get("conditions", [])}
     before, since = known.get("Accepted", {}), now
     if (before.get("reason"), before.get("message")) == (ConditionReason.CLASS_INVALID, str(error)):
-        since = datetime.datetime.fromisoformat(before["lastTransitionTime"]).timestamp()
+        since = epoch_seconds(before["lastTransitionTime"])
     waited = now - since >= CLASS_SECONDS
     return Failure(
         ConditionReason.CLASS_INVALID, str(error), accepted=False, needs_user_action=waited

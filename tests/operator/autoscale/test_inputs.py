@@ -12,8 +12,9 @@ from vlm_operator.__main__ import _options
 from vlm_operator.api import parse, resolve
 from vlm_operator.autoscale.constants import CONSTANTS, Constants, parse_constants
 from vlm_operator.autoscale.inputs import service_policy, service_view
+from vlm_operator.cluster import epoch_seconds
 from vlm_operator.names import Role
-from vlm_operator.observe import node_class, observe, pod_states, seconds
+from vlm_operator.observe import node_class, observe, pod_states
 from vlm_operator.pods.worker import place
 from vlm_operator.rollout.revisions import current_revisions, keep_defaults
 from vlm_operator.settings import Settings
@@ -209,7 +210,7 @@ def test_a_pod_that_crashed_is_known_to_have_served_by_the_gate_that_outlives_it
         }
 
     gate = ("triptych.dev/accepting", "True", 2)
-    created = seconds("2026-01-01T00:00:00Z")
+    created = epoch_seconds("2026-01-01T00:00:00Z")
     (loads,) = pod_states([manifest(("Ready", "False", 1))])
     (down,) = pod_states([manifest(("Ready", "False", 30), gate)])
     (back,) = pod_states([manifest(("Ready", "True", 31), gate)])
