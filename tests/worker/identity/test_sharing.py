@@ -77,9 +77,11 @@ async def test_an_images_kv_is_shared_only_where_its_whole_prefix_is_equal(
         before = engine.stats()
         got = tuple(await asker.ask(third))
         after = engine.stats()
-    hits = after.prefix_cache_hits - before.prefix_cache_hits
-    visual = after.prefix_cache_visual_hits - before.prefix_cache_visual_hits
-    assert hits - visual >= len(TEXTS[1]), "the text before the image was not found"
+    hits, earlier = (stats.counters["prefix_cache_hits"] for stats in (after, before))
+    visual = hits["visual"] - earlier["visual"]
+    assert hits["text"] - earlier["text"] >= len(TEXTS[1]), (
+        "the text before the image was not found"
+    )
     assert (visual > 0) is not soundly, "the image's KV was found, or not, against the plan"
     assert (got == want.token_ids) is soundly
     at = next((i for i, (a, b) in enumerate(zip(got, want.token_ids, strict=True)) if a != b), None)
@@ -101,9 +103,9 @@ async def test_questions_about_one_image_compute_it_once(
             want = answer(reference, question, max_tokens=NUM_TOKENS, ignore_eos=True)
             assert got == want.token_ids
             after = engine.stats()
-            hits = after.prefix_cache_hits - before.prefix_cache_hits
+            hits = after.count("prefix_cache_hits") - before.count("prefix_cache_hits")
             if number:
                 place = question.items[0]
                 assert place.offset < hits < place.end, "the hit does not end inside the image"
-        assert after.images == 1
+        assert after.count("images") == 1
         assert after.encoder_cache.hits == len(todo) - 1
