@@ -25,19 +25,17 @@ MEANINGS = {
     "temperature": {
         "worker/vlm_worker/core/batch_builder.py",  # a step without a draw is faster
         "worker/vlm_worker/gateway/request_preparation.py",  # `top_p` 0 is greedy
-        "worker/vlm_worker/testing/arithmetic.py",  # the simulated model draws, too
-        "worker/vlm_worker/testing/runner.py",
+        "worker/vlm_worker/testing.py",  # the simulated model draws, too
     },
     "top_p": {"worker/vlm_worker/gateway/request_preparation.py"},
     "seed": {
         "worker/vlm_worker/gateway/request_preparation.py",  # drawn if the client sends none
         "worker/vlm_worker/gateway/endpoint.py",  # each choice has its own
-        "worker/vlm_worker/testing/arithmetic.py",
-        "worker/vlm_worker/testing/runner.py",
+        "worker/vlm_worker/testing.py",
     },
     "ignore_eos": {
         "worker/vlm_worker/core/persistent_batch.py",  # which tokens end an answer
-        "worker/vlm_worker/testing/arithmetic.py",
+        "worker/vlm_worker/testing.py",
     },
 }
 

@@ -117,7 +117,7 @@ def unowned_status(manifest: Manifest, *, now: float) -> Manifest | None:
         NO_SERVICE,
         sentence(
             "no VLMService controls this VLMPool: it has no effect and no pods",
-            "delete it and create a VLMService; the operator makes the VLMPools that can be scaled",
+            "delete it and create a VLMService, for which the operator makes VLMPools",
         ),
     )
     previous, generation = manifest.get("status", {}), meta["generation"]

@@ -44,7 +44,7 @@ def test_a_pool_made_by_hand_is_failed_and_says_cause_and_fix():
     assert condition["reason"] == "NoService"
     cause, fix = split(condition["message"])
     assert "no VLMService controls this VLMPool" in cause
-    assert "write a VLMService" in fix
+    assert "create a VLMService" in fix
 
 
 def test_a_pool_is_told_once_and_again_when_its_spec_changed():
