@@ -37,7 +37,7 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=34_740, single_importers=50, short_files=20),
+    "worker": Count(lines=34_400, single_importers=37, short_files=16),
     "operator": Count(lines=33_454, single_importers=67, short_files=33),
     "kernels": Count(lines=7_000, single_importers=13, short_files=11),
 }
