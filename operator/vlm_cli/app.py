@@ -300,7 +300,7 @@ def release_finalizers(
     kubeconfig: Kubeconfig = None,
     context: Context = None,
 ) -> None:
-    """Let deleted services go when the operator is gone: without it nobody ends their drain."""
+    """Remove the finalizers of deleted services if the operator is gone: nothing else does."""
     from vlm_cli.release import release
 
     run_command(

@@ -175,7 +175,7 @@ class Lease:
             ours = (self._identity, self.epoch)
             if lease is None or (spec.get("holderIdentity"), spec.get("leaseTransitions")) != ours:
                 self._renewed_at = None
-                holder = spec.get("holderIdentity") or "nobody"
+                holder = spec.get("holderIdentity") or "no process"
                 raise LeaseLostError(f"{holder} holds the lease")
             await self._cluster.replace({**lease, **self._manifest(lease)})
         except ConflictError:

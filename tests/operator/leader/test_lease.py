@@ -159,7 +159,7 @@ async def test_whoever_was_cut_off_while_another_led_ends_although_the_lease_is_
     if released:
         await two.release()
     cluster.down = False
-    with pytest.raises(LeaseLostError, match="nobody holds" if released else "two holds"):
+    with pytest.raises(LeaseLostError, match="no process holds" if released else "two holds"):
         await asyncio.wait_for(keeping, 60)
     assert heard in ([], [False])
     assert one.time_left == 0

@@ -104,7 +104,7 @@ def test_no_renewal_keeps_a_lease_beyond_its_life(kind: LeaseKind, seconds: floa
         now += 2.0
         assert now <= seconds, "it is renewed for ever"
     (expired,) = table.sweep(now=now)
-    assert "for no longer" in expired.why_expired(now=now)
+    assert "the longest time of its kind" in expired.why_expired(now=now)
     assert now == pytest.approx(seconds, abs=2.0)
 
 
@@ -122,6 +122,6 @@ def test_an_expired_lease_says_why() -> None:
     table.grant("read", OWNER, now=0.0)
     table.quarantine("read", now=0.0)
     why = {lease.id: lease.why_expired(now=60.0) for lease in table.sweep(now=60.0)}
-    assert why["never"] == "nobody renewed it in the 60.0 s since it was granted"
-    assert why["once"] == "nobody renewed it for 55.0 s, 60.0 s after it was granted"
-    assert why["read"] == "its reader never said that it stopped"
+    assert why["never"] == "it was not renewed in the 60.0 s since it was granted"
+    assert why["once"] == "it was not renewed for 55.0 s, 60.0 s after it was granted"
+    assert why["read"] == "its reader did not confirm that it stopped"

@@ -3,8 +3,10 @@
 import contextlib
 import io
 import struct
-import time
+import sys
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,26 @@ def encode(image: Image.Image, fmt: str, **options: object) -> bytes:
 
 def sample(width: int = 40, height: int = 20, mode: str = "RGB") -> Image.Image:
     return Image.linear_gradient("L").resize((width, height)).convert(mode)
+
+
+@contextlib.contextmanager
+def at_most_lines(limit: int) -> Iterator[None]:
+    """Raise AssertionError if the block runs more lines of Python: a count, since time varies."""
+    num_lines = 0
+
+    def trace(_frame: Any, event: str, _arg: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        assert num_lines <= limit, f"more than {limit} lines"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+    print(f"{num_lines} lines")
 
 
 SAMPLES = {fmt: encode(sample(), fmt) for fmt in FORMATS}
@@ -107,9 +129,8 @@ def test_broken_exif_is_ignored(tiff: bytes) -> None:
 
 def test_a_megabyte_of_exif_costs_nothing() -> None:
     entries = b"II*\0\x08\0\0\0\xff\xff" + bytes(1 << 20)
-    start = time.perf_counter()
-    assert read_header(png(40, 20, (b"eXIf", entries)), item=0).orientation == 1
-    assert time.perf_counter() - start < 0.2
+    with at_most_lines(10_000):
+        assert read_header(png(40, 20, (b"eXIf", entries)), item=0).orientation == 1
 
 
 @pytest.mark.parametrize(
@@ -203,9 +224,8 @@ def test_animations_are_refused(fmt: str) -> None:
 
 def test_a_gif_of_300_frames_is_refused_without_walking_them() -> None:
     data = animation("GIF", 300)
-    start = time.perf_counter()
-    assert refused(data).code == "animated_not_supported"
-    assert time.thread_time() - start < 0.1
+    with at_most_lines(1_000):
+        assert refused(data).code == "animated_not_supported"
 
 
 @pytest.mark.parametrize(
@@ -276,8 +296,6 @@ MIB = 1 << 20
     ],
 )
 def test_no_file_takes_long(data: bytes) -> None:
-    """The limit is 5 ms; the test allows twenty times that, of this thread's own processor time."""
-    start = time.thread_time()
-    with contextlib.suppress(InvalidImageError):
+    """A loop over 20 MiB of bytes runs 20,000,000 lines. A GIF may have 98,304 sub-blocks."""
+    with at_most_lines(600_000), contextlib.suppress(InvalidImageError):
         read_header(data, item=0)
-    assert time.thread_time() - start < 0.1

@@ -51,13 +51,13 @@ class Lease:
     def why_expired(self, *, now: float) -> str:
         """Why the lease expired, for error messages and logs."""
         if self.kind is LeaseKind.QUARANTINED:
-            return "its reader never said that it stopped"
+            return "its reader did not confirm that it stopped"
         if self.ends <= now:
-            return f"it was held for {now - self.granted:.1f} s, and is for no longer"
+            return f"it was held for {now - self.granted:.1f} s, the longest time of its kind"
         if self.renewed is None:
-            return f"nobody renewed it in the {now - self.granted:.1f} s since it was granted"
+            return f"it was not renewed in the {now - self.granted:.1f} s since it was granted"
         return (
-            f"nobody renewed it for {now - self.renewed:.1f} s, "
+            f"it was not renewed for {now - self.renewed:.1f} s, "
             f"{now - self.granted:.1f} s after it was granted"
         )
 

@@ -377,7 +377,7 @@ class ConnectionLimitApp:
         self._bound.on_refused()
         error = errors.unavailable(
             f"This gateway has {self._bound.max_connections} connections, all that it takes: close "
-            "those that are idle, or come back later."
+            "those that are idle, or retry later."
         )
         await Response(send_and_close).fail(error)
 

@@ -198,4 +198,4 @@ async def _answer(response: Response, error: ApiError) -> None:
     try:
         await response.fail(error)
     except ClientGoneError:
-        logger.debug("nobody is there to hear of an error")
+        logger.debug("the client disconnected before the error was sent")
