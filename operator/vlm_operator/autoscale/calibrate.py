@@ -7,8 +7,8 @@ decode    seconds / calls = B + A · k    k  KV tokens of a step: ITL(k); weight
 
 A line is believed when it rests on fit_points rows whose steps spread by fit_spread. B is never
 negative, and where A would be, the last good line stays. When the newest rows take more than
-fit_shift longer or shorter than the line says, the work has changed its shape: older rows and the
-line go.
+fit_shift longer or shorter than the line predicts, the work has changed its shape: older rows are
+forgotten, and the old line is unconfident until a new one fits.
 A variant without a line of its own takes another's, by the ratio of their speeds, unconfidently.
 """
 

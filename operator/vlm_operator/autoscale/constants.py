@@ -18,7 +18,7 @@ class Constants:
 
     Attributes:
         smoothing_seconds: time constant of the smoothing of admitted work.
-        wait_floor_seconds: minimum budget of waiting time in a queue.
+        wait_floor_seconds: minimum of the waiting time of which each pool gets its share as budget.
         band_up, band_down: share of capacity in use above which a pool grows, and below which it
             may shrink. Between them the pool keeps its size.
         bottleneck_share: minimum share of a pool's own stages in the overrun of TTFT.

@@ -1,8 +1,8 @@
-"""How much work comes, in a unit that no change of the mix can fool. Pure.
+"""How much work arrives, in a unit that does not depend on the mix of requests. Pure.
 
-encoder, prefill   a = EWMA of (work seconds that came · speed · ratio / second)     Erlang
+encoder, prefill   a = EWMA of (work seconds that arrived · speed · ratio / second)     Erlang
                    Q = Σ work seconds that wait · speed · ratio
-                   ratio: measured over predicted seconds (correct.py)
+                   ratio: measured over predicted seconds (`readings.Measured`)
 decode             D = Σ running + flow · (reserved + queued tokens)        KV tokens
                    flow: share of them that is not stuck before encoder or prefill; requests that
                    gateways hold for want of room count with the mean of those that have some

@@ -15,7 +15,10 @@ KEPT_SECONDS = 900.0  # of changes
 
 @dataclasses.dataclass(frozen=True)
 class ExternalWrite:
-    """Another writer's number in mode Auto: the baseline of a window; two are a conflict."""
+    """The number of another manager in mode Auto: the baseline of one window.
+
+    A different number of the same manager within that window is a conflict.
+    """
 
     manager: str
     replicas: int
@@ -66,7 +69,8 @@ class ScalingHistory:
     Attributes:
         since: when it was first seen in its mode by this process; nothing shrinks before one whole
             window of it.
-        wants: (when, most units that shrinking had to leave) thinned, over the window.
+        wants: (when, most units that shrinking had to leave), thinned, over
+            `pace.LONG_WINDOWS` windows.
         over_since: since when more has been needed than stands.
         idle_since: since when nothing has come, to the pool's knowledge.
         changes: the last ones, newest last.

@@ -3,7 +3,7 @@
 start-up   p90 of (pod created → ready) over the last 20 of a role and variant; before that what the
            node class expects, before that the default
 phases     of the same starts: created → on a node, and on a node → ready (image, weights, warm-up)
-plan       a_plan = a + slope⁺ · start-up
+plan       a_plan = a + slope⁺ · (start-up + smoothing)
 slope⁺     Theil-Sen over the last minute, where three quarters of all pairs rise; what chance may
            have made of it apart, and at most growth_cap · a within one start-up
 """

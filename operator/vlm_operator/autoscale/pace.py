@@ -5,8 +5,8 @@ supply ≥ need, and   need of a whole window < supply - one replica ─▶ shri
                      otherwise nothing moves
 too little known     nothing moves; after long, the fallback, if that is more
 
-A pool shrinks if all rules hold; the first that does not is named: a whole window has said that
-fewer are enough, no target was close, nothing rolls out, and nearly all pods answer.
+A pool shrinks if all rules hold; the first that does not is named: a whole window was observed,
+nothing rolls out, nearly all pods answer, no target was close, and a whole window needed fewer.
 
 dead zone   one replica too many stays for LONG_WINDOWS; two or more go after one window, at once
 falling     while the need still falls nothing goes, so that a pool shrinks once and not in steps

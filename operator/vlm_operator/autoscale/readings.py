@@ -74,7 +74,7 @@ class PodReading:
         last: what counts for it, None where it has been silent for too long, or never spoke.
         did: work by kind since its last answer; empty where that is unknown.
         began: seconds that it predicted for what it has begun since, None where that is unknown.
-        ratio: what its predicted seconds are multiplied by (`correct.py`).
+        ratio: what its predicted seconds are multiplied by (`Measured`).
     """
 
     uid: str
