@@ -55,7 +55,10 @@ def spare(real_nodes: tuple[ControlPlane, RealNodes], served: Served) -> None:
 def _manifest() -> Object:
     manifest = example("quickstart")
     manifest["spec"]["model"]["maxModelLen"] = 2048
-    manifest["spec"]["gateway"]["replicas"] = 2  # a drained node may have one
+    gateway = manifest["spec"]["gateway"]
+    gateway["replicas"] = 2  # a drained node may have one
+    # gateways prefer the node without GPUs: both of them leave a CPU of it to the encoder
+    gateway["resources"]["requests"]["cpu"] = "250m"
     decode = manifest["spec"]["pools"]["decode"]
     decode["scaling"]["replicas"] = 2
     for amounts in decode["variants"][0]["resources"].values():
