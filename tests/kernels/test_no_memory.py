@@ -31,13 +31,13 @@ TRIPTYCH_EXPORT bool triptych_loop(int count, int failing, int num_threads) try 
   return false;
 }
 
-// Three loops; the item that fails is of the first one. `done` counts the items of the others.
+// Three loops; the item that fails is of the first one. `done` counts the items of the others. The
+// caller reads `done` after the team has ended, also if the first loop fails.
 TRIPTYCH_EXPORT bool triptych_team(int count, int failing, int num_threads, int* done) try {
-  std::atomic<int> num_done{0};
   triptych::in_team(num_threads, [&](triptych::Threads& threads) {
     threads.for_each(count, [&](std::ptrdiff_t i) { allocate(i, failing); });
     for (int loop = 0; loop < 2; ++loop) {
-      threads.for_each(count, [&](std::ptrdiff_t) { *done = ++num_done; });
+      threads.for_each(count, [&](std::ptrdiff_t) { __atomic_add_fetch(done, 1, __ATOMIC_RELAXED); });
     }
   });
   return true;
