@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from vlm_cli.output import (
+    AllNamespaces,
     ApiKey,
     Context,
     Format,
@@ -18,6 +19,7 @@ from vlm_cli.output import (
     Model,
     Namespace,
     Output,
+    ServiceName,
     Url,
 )
 from vlm_cli.output import run as run_command
@@ -40,11 +42,9 @@ app = typer.Typer(
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
+    name: ServiceName = None,
     namespace: Namespace = None,
-    everywhere: Annotated[
-        bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
-    ] = False,
+    everywhere: AllNamespaces = False,
     output: Output = Format.TABLE,
     kubeconfig: Kubeconfig = None,
     context: Context = None,
@@ -197,7 +197,7 @@ def simulate(
 
 @app.command()
 def why(
-    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
+    name: ServiceName = None,
     record: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Decide again what the operator logged, and say why."),
@@ -292,11 +292,9 @@ def doctor(
 
 @app.command()
 def release_finalizers(
-    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
+    name: ServiceName = None,
     namespace: Namespace = None,
-    everywhere: Annotated[
-        bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
-    ] = False,
+    everywhere: AllNamespaces = False,
     kubeconfig: Kubeconfig = None,
     context: Context = None,
 ) -> None:

@@ -51,6 +51,10 @@ Namespace = Annotated[
     str | None,
     typer.Option("-n", "--namespace", metavar="NS", help="Default: the kubeconfig's."),
 ]
+ServiceName = Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")]
+AllNamespaces = Annotated[
+    bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
+]
 Output = Annotated[Format, typer.Option("-o", "--output", help="Tables, or data for machines.")]
 Url = Annotated[
     str | None,
