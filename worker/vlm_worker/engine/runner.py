@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
@@ -90,19 +91,19 @@ class Runner(Protocol):
 
 def encode_isolated(runner: Runner, images: Sequence[PreparedImage]) -> list[Any]:
     """One embedding or exception per image; a call that fails as a whole is retried one by one."""
-    try:
-        results = runner.encode(images)
-        if len(results) != len(images):
-            raise EngineError(f"{len(results)} embeddings for {len(images)} images")
-    except Exception as error:  # a model may raise anything; each image is tried alone
-        logger.exception("encode failed", extra={"num_images": len(images)})
-        if len(images) == 1:
-            failure = EngineError(f"the encoder failed: {error!r}")
-            failure.__cause__ = error
-            return [failure]
-        return [result for image in images for result in encode_isolated(runner, [image])]
+
+    def together(batch: Sequence[PreparedImage]) -> Sequence[Any]:
+        try:
+            results = runner.encode(batch)
+            if len(results) != len(batch):
+                raise EngineError(f"{len(results)} embeddings for {len(batch)} images")
+        except Exception as error:
+            logger.exception("encode failed", extra={"num_images": len(batch)})
+            raise EngineError(f"the encoder failed: {error!r}") from error
+        return results
+
     missing = EngineError("the encoder returned nothing for this image")
-    return [missing if result is None else result for result in results]
+    return [missing if result is None else result for result in encode_each(together, images)]
 
 
 def run_device_copy(what: str, call: Callable[[], T]) -> T:

@@ -111,12 +111,12 @@ class ExposureSet:
         """Add an exposure that a consumer learns of."""
         self._all.append(exposure)
 
-    def lend(self, exposure: Exposure, give_back: Callable[[], None]) -> None:
+    def lend(self, exposure: Exposure, return_loan: Callable[[], None]) -> None:
         """Keep a loan of device memory until the exposure ends, or return it if it has ended."""
         if exposure in self._all:
-            self._loans.setdefault(exposure, []).append(give_back)
+            self._loans.setdefault(exposure, []).append(return_loan)
         else:
-            give_back()
+            return_loan()
 
     def close(self) -> None:
         """Close all: no consumer reads any longer."""
@@ -140,8 +140,8 @@ class ExposureSet:
             self._return(exposure)
 
     def _return(self, exposure: Exposure) -> None:
-        for give_back in self._loans.pop(exposure, ()):
-            give_back()
+        for return_loan in self._loans.pop(exposure, ()):
+            return_loan()
 
     def buffer(self, exposure: Exposure, position: int, num_bytes: int) -> memoryview | None:
         """See `Exposure.buffer`."""

@@ -189,11 +189,11 @@ class PlainCopier:
     def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
         """See `Copier`."""
         state = xxhash.xxh3_128(head)
-        for part, room in _pairs(parts, destinations):
+        for part, target in _pairs(parts, destinations):
             for start in range(0, part.nbytes, COPIED_BYTES):
-                target = room[start : start + COPIED_BYTES]
-                np.copyto(_array(target), _array(part[start : start + COPIED_BYTES]))
-                state.update(target)
+                chunk = target[start : start + COPIED_BYTES]
+                np.copyto(_array(chunk), _array(part[start : start + COPIED_BYTES]))
+                state.update(chunk)
         found: bytes = state.digest()
         return found
 
@@ -209,10 +209,10 @@ class NativeCopier:
     def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
         """See `Copier`."""
         moves, num_bytes = bytearray(), len(head)
-        for part, room in _pairs(parts, destinations):
-            assert not room.readonly
+        for part, target in _pairs(parts, destinations):
+            assert not target.readonly
             num_bytes += part.nbytes
-            moves += _MOVE.pack(address_of(room), address_of(part), part.nbytes)
+            moves += _MOVE.pack(address_of(target), address_of(part), part.nbytes)
         if num_bytes < _LEAST:
             return self._plain.copy(parts, destinations, head=head)
         digest = ctypes.create_string_buffer(16)
@@ -251,13 +251,13 @@ def split_views(parts: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[l
 
 def _pairs(parts: Memory, destinations: Memory) -> Iterator[tuple[memoryview, memoryview]]:
     """Pairs of source and destination views of equal size."""
-    assert sum(part.nbytes for part in parts) == sum(room.nbytes for room in destinations)
-    for room, run in zip(
-        destinations, split_views(parts, (room.nbytes for room in destinations)), strict=True
+    assert sum(part.nbytes for part in parts) == sum(target.nbytes for target in destinations)
+    for target, run in zip(
+        destinations, split_views(parts, (target.nbytes for target in destinations)), strict=True
     ):
         start = 0
         for part in run:
-            yield part, room[start : start + part.nbytes]
+            yield part, target[start : start + part.nbytes]
             start += part.nbytes
 
 
@@ -316,7 +316,7 @@ OWN_MAPPING_BYTES: Final = 8 << 20
 def new_buffer(num_bytes: int) -> memoryview:
     """Uninitialised memory; it lives as long as any view of it."""
     if num_bytes < OWN_MAPPING_BYTES:
-        return np.empty(num_bytes, np.uint8).data
+        return allocate_buffer(num_bytes)
     return memoryview(private_memory(num_bytes, huge=True))
 
 
