@@ -37,7 +37,9 @@ TRIPTYCH_EXPORT bool triptych_team(int count, int failing, int num_threads, int*
   triptych::in_team(num_threads, [&](triptych::Threads& threads) {
     threads.for_each(count, [&](std::ptrdiff_t i) { allocate(i, failing); });
     for (int loop = 0; loop < 2; ++loop) {
-      threads.for_each(count, [&](std::ptrdiff_t) { __atomic_add_fetch(done, 1, __ATOMIC_RELAXED); });
+      threads.for_each(count, [&](std::ptrdiff_t) {
+        __atomic_add_fetch(done, 1, __ATOMIC_RELAXED);
+      });
     }
   });
   return true;
