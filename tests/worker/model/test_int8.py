@@ -17,8 +17,15 @@ from worker.identity.stepper import Stepper
 
 from vlm_worker.core.families import FAMILIES
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.model import linear
 from vlm_worker.model.build import RunnerSettings, build_runner
-from vlm_worker.model.linear import GatedLinear, JointLinear, PackedLinear, pack_linears
+from vlm_worker.model.linear import (
+    GatedLinear,
+    JointLinear,
+    PackedLinear,
+    can_pack,
+    pack_linears,
+)
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.serve.loading import load
@@ -66,11 +73,24 @@ def test_only_the_named_parts_are_rounded_and_counted() -> None:
     packing = pack_linears(model, int8=[model.rounded])
     assert packing.num_int8_layers == 4
     assert packing.saved_bytes == bytes_of_half // 2
-    assert packing.num_bytes == bytes_of_half + bytes_of_half // 2
+    # a CPU that does not multiply bfloat16 packs no layer in bfloat16
+    packed_bytes = bytes_of_half * can_pack(torch.bfloat16, torch.device("cpu"))
+    assert packing.num_bytes == packed_bytes + bytes_of_half // 2
     for part in model.rounded:
         assert _is_int8(part)
     for part in model.kept:
         assert not _is_int8(part)
+
+
+def test_a_cpu_without_products_of_bfloat16_packs_the_rounded_parts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "has_kernel", lambda: False)
+    monkeypatch.setattr(linear, "_onednn_has_bfloat16", lambda: False)
+    model = Halves().requires_grad_(False)
+    packing = pack_linears(model, int8=[model.rounded])
+    assert (packing.num_layers, packing.num_int8_layers, packing.backend) == (4, 4, "none")
+    assert type(model.kept[2]) is nn.Linear
 
 
 @pytest.mark.parametrize("stage", [Stage.ENCODER, Stage.DECODE])
@@ -143,7 +163,8 @@ def test_the_logits_stay_near_those_of_bfloat16() -> None:
 
 
 def _is_int8(part: Any) -> bool:
-    return part.packed is not None and part.packed.is_int8
+    packed = getattr(part, "packed", None)
+    return packed is not None and packed.is_int8
 
 
 def _runner(weights: str) -> ModelRunner:

@@ -203,11 +203,12 @@ def add_product(linear: nn.Module, x_TD: torch.Tensor, residual_TD: torch.Tensor
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether packed weights of this dtype are faster on this device."""
-    return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    return device.type == "cpu" and dtype == torch.bfloat16 and _onednn_has_bfloat16()
+
+
+def _onednn_has_bfloat16() -> bool:
+    """Whether this CPU has what oneDNN needs to multiply bfloat16; so has one with our kernel."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packing:
@@ -218,12 +219,15 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
 
     Args:
         model: in bfloat16, on a CPU.
-        int8: parts of the model whose linear layers are rounded to int8.
+        int8: parts of the model whose linear layers are rounded to int8. If this CPU does not
+            multiply bfloat16, only these are packed.
     """
+    packs_bfloat16 = _onednn_has_bfloat16()
     users = _users(model)
     rounded = {id(module) for part in int8 for module in part.modules()}
     total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
-    packing = Packing(backend="native" if has_kernel() else "onednn")
+    backend = "native" if has_kernel() else "onednn" if packs_bfloat16 else "none"
+    packing = Packing(backend=backend)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     _own(tables)
     for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
@@ -242,6 +246,8 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
             if is_shared and _num_bytes(child.weight) > total * MAX_COPY_SHARE:
                 continue
             is_int8 = id(child) in rounded
+            if not is_int8 and not packs_bfloat16:
+                continue
             setattr(parent, name, PackedLinear(child, int8=is_int8))
             if not is_shared:
                 _give_back(child.weight)
