@@ -95,17 +95,29 @@ class Model:
                 self.forget(known)
 
 
+class BytesCodec:
+    """Embeddings are bytes on the device, and a view of them on the host."""
+
+    def export_embedding(self, embedding: bytes) -> memoryview:
+        return memoryview(embedding)
+
+    def import_embedding(self, rows: memoryview, num_tokens: int) -> bytes:
+        return bytes(rows)
+
+    def embedding_bytes(self, embedding: bytes) -> int:
+        return len(embedding)
+
+
 class CacheMachine(RuleBasedStateMachine):
-    """The cache beside its model, and beside the buffers that its moves leave."""
+    """The cache beside its model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = EncoderCache(max_bytes=HOT, cold_bytes=COLD, ttl_seconds=TTL)
+        self.cache = EncoderCache(BytesCodec(), max_bytes=HOT, cold_bytes=COLD, ttl_seconds=TTL)
         self.model = Model()
         self.now = 0.0
         self.filling: list[Known] = []
         self.pins: list[tuple[Known, int]] = []
-        self.buffers: dict[int, Tier] = {}
         self.owners = 0
 
     @rule(seconds=st.floats(0, 40))
@@ -115,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys, num_tokens=st.sampled_from([3, 4]))
     def somebody_needs_it(self, key: bytes, num_tokens: int) -> None:
         self.owners += 1
-        entry = self.cache.find(key, num_tokens=num_tokens, now=self.now)
+        entry = self.cache.lookup(key, self.owners, num_tokens=num_tokens, now=self.now)
         known = self.model.find(key, num_tokens, self.now)
         assert (entry is None) == (known is None), "E2, E5: what is found is what may be served"
         if entry is None:
@@ -129,9 +141,6 @@ class CacheMachine(RuleBasedStateMachine):
             assert known.entry is entry
             assert entry.image_key == key
             assert entry.num_tokens == num_tokens
-            if entry.ready:
-                self.buffers[entry.id] = Tier.HOT  # what the caller brings up
-            self.cache.use(entry, self.owners, now=self.now)
             self.model.use(known, self.now)
         known.pins.add(self.owners)
         self.pins.append((known, self.owners))
@@ -143,8 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(num_bytes=st.integers(1, 150))
     def complete(self, num_bytes: int) -> None:
         known = self.filling.pop(0)
-        self.buffers[known.entry.id] = Tier.HOT
-        self.cache.complete(known.entry, num_bytes=num_bytes, now=self.now)
+        self.cache.complete(known.entry, bytes(num_bytes), now=self.now)
         known.filled, known.num_bytes = True, num_bytes
         self.model.use(known, self.now)
         if not known.pins and self.model.listed.get(known.entry.image_key) is not known:
@@ -178,18 +186,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_cache_is_its_model(self) -> None:
-        for move in self.cache.take_moves():
-            if move.to is None:
-                assert not move.entry.pins, "E1: a pinned entry was dropped"
-                self.buffers.pop(move.entry.id, None)
-            else:
-                assert self.buffers[move.entry.id] is Tier.HOT
-                self.buffers[move.entry.id] = move.to
         self.cache.check()
-        filled = {
-            k.entry.id: Tier.COLD if k.cold else Tier.HOT for k in self.model.all() if k.filled
-        }
-        assert self.buffers == filled, "E1, E3: other entries are kept, or elsewhere"
+        for known in self.model.all():
+            entry = known.entry
+            tier = Tier.COLD if known.cold else Tier.HOT
+            assert entry.tier is tier, "E3: an entry is in the other tier"
+            kind = memoryview if known.cold else bytes
+            held = isinstance(entry.buffer, kind) and len(entry.buffer) == known.num_bytes
+            assert held is known.filled, "E1: an entry that is in use has no embedding"
         assert self.cache.hot.num_bytes == self.model.size(cold=False)
         assert self.cache.cold.num_bytes == self.model.size(cold=True)
         assert self.cache.num_pins == len(self.pins)

@@ -136,6 +136,5 @@ class ByHand:
     @property
     def num_prompt_pins(self) -> int:
         """Embeddings that prompts hold."""
-        return (
-            self.state.encode_requests.cache.index.num_pins - self.state.encode_requests.num_pinned
-        )
+        requests = self.state.encode_requests
+        return requests.cache.num_pins - requests.num_pinned

@@ -42,15 +42,15 @@ def test_a_request_that_waits_for_blocks_pins_no_embedding(num_waiting: int) -> 
         assert held(engine) == {}, "somebody holds embeddings without blocks"
         assert engine.num_prompt_pins == 0
     assert not any(engine.told[name] for name in todo), "somebody asked without blocks"
-    index = engine.state.encode_requests.cache.index
-    assert index.num_bytes <= 100
+    cache = engine.state.encode_requests.cache
+    assert cache.hot.num_bytes <= 100
     for name in ("holder", "holder 2"):
         engine.state.sequences.release(RequestKey(name, 0))
     run_out(engine)
     for name, (request, images) in todo.items():
         assert engine.tokens(name) == answer_alone(request, images)
-    assert index.num_evictions > 0
-    assert index.num_pins == 0
+    assert cache.num_evictions > 0
+    assert cache.num_pins == 0
     assert engine.state.violations() == []
 
 

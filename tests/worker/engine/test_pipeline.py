@@ -215,7 +215,7 @@ def test_each_image_has_its_own_verdict_and_no_failure_is_cached(
         engine.encode(str(name), [prepared_image(number) for number in numbers])
     while engine.turn():
         pass
-    index = engine.state.encode_requests.cache.index
+    cache = engine.state.encode_requests.cache
     failing = bad | crashing | lost
     for name, numbers in enumerate(calls):
         verdicts = {event.item: type(event) for event in engine.told[str(name)]}
@@ -225,11 +225,11 @@ def test_each_image_has_its_own_verdict_and_no_failure_is_cached(
             for item, number in enumerate(numbers)
         }
         for number in numbers:
-            known = index.find(prepared_image(number).image_key, num_tokens=NUM_TOKENS, now=0.0)
+            known = cache.find(prepared_image(number).image_key, num_tokens=NUM_TOKENS, now=0.0)
             assert (known is None) == (number in failing), "E7"
         engine.state.cancel(RequestKey(str(name), 0))
-    assert index.num_pins == 0
-    engine.state.encode_requests.cache.check()
+    assert cache.num_pins == 0
+    cache.check()
 
 
 def test_an_embedding_of_another_length_is_replaced_and_never_served() -> None:

@@ -1,12 +1,12 @@
-"""The encoder cache: embeddings by image key, in two tiers. Pure: it counts bytes, but has none.
+"""The encoder cache: embeddings by image key, in two tiers. The runner copies between them.
 
     begin -> filling -> complete -> HOT, pinned <-> HOT, idle --demote--> COLD --evict--> dropped
                 `-> fail                ^                                   |
-                                        `--------------- use ---------------'
+                                        `------------- promote -------------'
 
 HOT is device memory, COLD is host memory. A pinned entry is HOT. Idle entries have one order: least
 recently used first, each cold entry before each hot one. All entries have the same TTL, so this is
-also the order of expiry.
+also the order of expiry. If a copy between the tiers fails, the entry is discarded.
 
 A key covers the pixels and each effective parameter of their preprocessing, the resolution
 included: an image at another resolution has another key.
@@ -24,10 +24,21 @@ Laws (tests/worker/core/test_encoder_cache.py):
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
+import logging
 from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+
+class Codec(Protocol):
+    """Converts embeddings to bytes and back: a part of the runner's interface."""
+
+    def export_embedding(self, embedding: Any) -> memoryview: ...
+    def import_embedding(self, rows: memoryview, num_tokens: int) -> Any: ...
+    def embedding_bytes(self, embedding: Any) -> int: ...
 
 
 class Tier(enum.Enum):
@@ -44,32 +55,24 @@ class Entry:
     If an entry is discarded while pinned, no lookup finds it; its last unpin drops it.
 
     Attributes:
-        id: identifies its buffer.
         num_tokens: rows of the embedding.
         ready: whether the encoder has filled it.
+        buffer: the embedding in the hot tier, its rows as bytes in the cold one.
         num_bytes: of its buffer; 0 until it is ready.
         expires: seconds on the clock of `now`.
         pins: the owners that use it.
         waiters: called once when the entry is ready (None) or has failed.
     """
 
-    id: int
     image_key: bytes
     num_tokens: int
     ready: bool = False
+    buffer: Any = None
     num_bytes: int = 0
     expires: float = 0.0
     tier: Tier = Tier.HOT
     pins: set[Hashable] = dataclasses.field(default_factory=set)
     waiters: list[Callable[[Exception | None], None]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TierMove:
-    """An action on the buffer of an entry: copy it to a tier, or drop it (None)."""
-
-    entry: Entry
-    to: Tier | None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -81,45 +84,36 @@ class CacheTier:
     num_entries: int = 0
     num_hits: int = 0
     num_evictions: int = 0
-    idle: collections.OrderedDict[int, Entry] = dataclasses.field(
-        default_factory=collections.OrderedDict
-    )
+    idle: dict[Entry, None] = dataclasses.field(default_factory=dict)
 
     @property
     def oldest(self) -> Entry:
         """The least recently used idle entry."""
-        return next(iter(self.idle.values()))
+        return next(iter(self.idle))
 
     def add(self, entry: Entry) -> None:
-        """Count an entry in this tier."""
         self.num_bytes += entry.num_bytes
         self.num_entries += 1
 
     def remove(self, entry: Entry) -> None:
-        """Stop counting an entry in this tier."""
-        self.idle.pop(entry.id, None)
+        self.idle.pop(entry, None)
         self.num_bytes -= entry.num_bytes
         self.num_entries -= 1
 
 
-class Lookup(enum.Enum):
-    """The result of a lookup."""
-
-    HIT = "hit"  # the entry is ready
-    JOIN = "join"  # another request encodes it: wait for the same entry
-    MISS = "miss"  # there is no entry: encode, then `complete` or `fail`
-
-
 class EncoderCache:
-    """Entries by image key. Time is an argument; the caller keeps the buffers by `Entry.id`.
+    """Entries by image key. Time is an argument.
 
     Args:
+        codec: copies embeddings between the tiers.
         max_bytes: budget of the hot tier.
         cold_bytes: budget of the cold tier; 0 disables it.
         ttl_seconds: an entry expires if it was not used for this time.
     """
 
-    def __init__(self, *, max_bytes: int, cold_bytes: int = 0, ttl_seconds: float) -> None:
+    def __init__(
+        self, codec: Codec, *, max_bytes: int, cold_bytes: int = 0, ttl_seconds: float
+    ) -> None:
         self.hot, self.cold = CacheTier(max_bytes), CacheTier(cold_bytes)
         self.num_misses = 0
         self.num_joins = 0
@@ -128,24 +122,9 @@ class EncoderCache:
         self.num_demotions = 0
         self.num_promotions = 0
         self.num_pins = 0
+        self._codec = codec
         self._ttl_seconds = ttl_seconds
         self._listed: dict[bytes, Entry] = {}
-        self._moves: list[TierMove] = []
-        self._next_id = 0
-
-    def __len__(self) -> int:
-        """Number of entries that a lookup can find."""
-        return len(self._listed)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in both tiers."""
-        return self.hot.num_bytes + self.cold.num_bytes
-
-    @property
-    def num_hits(self) -> int:
-        """Hits in both tiers."""
-        return self.hot.num_hits + self.cold.num_hits
 
     # ---- for users of embeddings -----------------------------------------------------------------
 
@@ -156,28 +135,33 @@ class EncoderCache:
             return None
         return None if entry.ready and entry.expires <= now else entry
 
-    def use(self, entry: Entry, owner: Hashable, *, now: float, counted: bool = True) -> None:
-        """Pin an entry for `owner`; idempotent.
+    def lookup(
+        self,
+        image_key: bytes,
+        owner: Hashable,
+        *,
+        num_tokens: int,
+        now: float,
+        counted: bool = True,
+    ) -> Entry | None:
+        """Pin the usable entry of a key for `owner`, who unpins it; None if there is none.
 
-        The caller must have copied the buffer of a cold entry to the device before.
-
-        Args:
-            entry: the result of `find` in the same turn.
-            owner: must unpin it.
-            now: extends the expiry of a ready entry.
-            counted: count a hit or a join; False if the same lookup was counted before.
+        With `counted` False, no hit or join is counted: the caller counted this lookup before.
         """
-        if counted:
-            self._count(entry)
-        if entry.tier is Tier.COLD:
-            self.cold.remove(entry)
-            entry.tier = Tier.HOT
-            self.hot.add(entry)
-            self.num_promotions += 1
-            self._make_room(now)
+        entry = self.find(image_key, num_tokens=num_tokens, now=now)
+        if entry is None:
+            return None
+        tier = self.cold if entry.tier is Tier.COLD else self.hot
+        if tier is self.cold and not self._promote(entry, now):
+            return None
+        if counted and entry.ready:
+            tier.num_hits += 1
+        elif counted:
+            self.num_joins += 1
         if entry.ready:
             entry.expires = now + self._ttl_seconds
         self._pin(entry, owner)
+        return entry
 
     def begin(self, image_key: bytes, owner: Hashable, *, num_tokens: int) -> Entry:
         """Add an entry to be filled, pinned for `owner`; it replaces an entry of the same key.
@@ -185,10 +169,8 @@ class EncoderCache:
         The owner must `complete` or `fail` it. Counts as a miss.
         """
         if image_key in self._listed:
-            self.discard(self._listed[image_key])
-        self._next_id += 1
-        entry = Entry(self._next_id, image_key, num_tokens)
-        self._listed[image_key] = entry
+            self._discard(self._listed[image_key])
+        entry = self._listed[image_key] = Entry(image_key, num_tokens)
         self._pin(entry, owner)
         self.num_misses += 1
         return entry
@@ -204,11 +186,12 @@ class EncoderCache:
 
     # ---- for the encoder -------------------------------------------------------------------------
 
-    def complete(self, entry: Entry, *, num_bytes: int, now: float) -> None:
-        """Mark an entry as filled, in the hot tier; older idle entries are demoted or evicted."""
+    def complete(self, entry: Entry, embedding: Any, *, now: float) -> None:
+        """Fill an entry, in the hot tier; older idle entries are demoted or evicted."""
         assert not entry.ready
         entry.ready = True
-        entry.num_bytes = num_bytes
+        entry.buffer = embedding
+        entry.num_bytes = self._codec.embedding_bytes(embedding)
         entry.expires = now + self._ttl_seconds
         self.hot.add(entry)
         if not entry.pins:
@@ -218,14 +201,7 @@ class EncoderCache:
     def fail(self, entry: Entry) -> None:
         """Discard an entry that will never be filled; the next lookup misses."""
         assert not entry.ready
-        self.discard(entry)
-
-    def discard(self, entry: Entry) -> None:
-        """Hide an entry from lookups; it is dropped at once, or with its last pin."""
-        if self._is_listed(entry):
-            del self._listed[entry.image_key]
-        if not entry.pins:
-            self._drop(entry)
+        self._discard(entry)
 
     # ---- eviction --------------------------------------------------------------------------------
 
@@ -234,16 +210,11 @@ class EncoderCache:
         for cache_tier in (self.cold, self.hot):
             while cache_tier.idle and cache_tier.oldest.expires <= now:
                 self.num_expirations += 1
-                self.discard(cache_tier.oldest)
-
-    def take_moves(self) -> list[TierMove]:
-        """Return and clear the actions on buffers since the last call, in order."""
-        moves, self._moves = self._moves, []
-        return moves
+                self._discard(cache_tier.oldest)
 
     def check(self) -> None:
         """Raise AssertionError if the entries and the counts disagree."""
-        idle = [*self.cold.idle.values(), *self.hot.idle.values()]
+        idle = [*self.cold.idle, *self.hot.idle]
         for entry in idle:
             assert entry.ready, "E1: an idle entry is not filled"
             assert not entry.pins, "E1: an idle entry is pinned"
@@ -251,7 +222,7 @@ class EncoderCache:
         expiries = [entry.expires for entry in idle]
         assert expiries == sorted(expiries), "E1: the order of use is not that of expiry"
         assert self.cold.num_entries == len(self.cold.idle), "E3: a cold entry is in use"
-        assert self.cold.num_bytes == sum(entry.num_bytes for entry in self.cold.idle.values())
+        assert self.cold.num_bytes == sum(entry.buffer.nbytes for entry in self.cold.idle)
         assert self.cold.num_bytes <= self.cold.max_bytes, "E6: the cold tier exceeds its budget"
         over = self.hot.num_bytes > self.hot.max_bytes
         assert not (over and self.hot.idle), "E6: idle entries exceed the hot tier's budget"
@@ -272,33 +243,49 @@ class EncoderCache:
                 self._evict(cold.oldest)
             self._demote(entry)
 
-    def _demote(self, entry: Entry) -> None:
-        self.hot.remove(entry)
-        entry.tier = Tier.COLD
-        self.cold.add(entry)
-        self.cold.idle[entry.id] = entry
-        self.num_demotions += 1
-        self._moves.append(TierMove(entry, Tier.COLD))
-
     def _evict(self, entry: Entry) -> None:
         self.num_evictions += 1
-        self.discard(entry)
+        self._discard(entry)
+
+    def _demote(self, entry: Entry) -> None:
+        """Copy an idle entry to the cold tier."""
+        try:
+            rows = self._codec.export_embedding(entry.buffer)
+        except Exception:
+            logger.exception("an embedding could not be copied to host memory")
+            self._discard(entry)
+            return
+        self.hot.remove(entry)
+        entry.tier, entry.buffer = Tier.COLD, rows
+        self.cold.add(entry)
+        self.cold.idle[entry] = None
+        self.num_demotions += 1
+
+    def _promote(self, entry: Entry, now: float) -> bool:
+        """Copy a cold entry to the hot tier; False if the copy fails.
+
+        If the device is out of memory, this is a miss: the image is encoded again, or fails then.
+        """
+        try:
+            embedding = self._codec.import_embedding(entry.buffer, entry.num_tokens)
+        except Exception:
+            logger.exception("an embedding could not be copied from host memory to the device")
+            self._discard(entry)
+            return False
+        self.cold.remove(entry)
+        entry.tier, entry.buffer = Tier.HOT, embedding
+        self.hot.add(entry)
+        self.num_promotions += 1
+        self._make_room(now)
+        return True
 
     # ---- parts -----------------------------------------------------------------------------------
-
-    def _count(self, entry: Entry) -> None:
-        if not entry.ready:
-            self.num_joins += 1
-        elif entry.tier is Tier.HOT:
-            self.hot.num_hits += 1
-        else:
-            self.cold.num_hits += 1
 
     def _pin(self, entry: Entry, owner: Hashable) -> None:
         if owner not in entry.pins:
             entry.pins.add(owner)
             self.num_pins += 1
-        self.hot.idle.pop(entry.id, None)
+        self.hot.idle.pop(entry, None)
 
     def _settle(self, entry: Entry, now: float) -> None:
         """Make an entry without pins idle, or drop it."""
@@ -306,11 +293,18 @@ class EncoderCache:
             self._drop(entry)
         elif entry.ready and entry.expires <= now:
             self.num_expirations += 1
-            self.discard(entry)
+            self._discard(entry)
         elif entry.ready:
             entry.expires = now + self._ttl_seconds
-            self.hot.idle[entry.id] = entry
+            self.hot.idle[entry] = None
             self._make_room(now)
+
+    def _discard(self, entry: Entry) -> None:
+        """Hide an entry from lookups; it is dropped at once, or with its last pin."""
+        if self._is_listed(entry):
+            del self._listed[entry.image_key]
+        if not entry.pins:
+            self._drop(entry)
 
     def _is_listed(self, entry: Entry) -> bool:
         return self._listed.get(entry.image_key) is entry
@@ -318,4 +312,4 @@ class EncoderCache:
     def _drop(self, entry: Entry) -> None:
         if entry.ready:
             (self.hot if entry.tier is Tier.HOT else self.cold).remove(entry)
-        self._moves.append(TierMove(entry, None))
+        entry.buffer = None

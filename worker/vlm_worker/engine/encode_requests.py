@@ -14,13 +14,11 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from vlm_worker.core.encoder_cache import Entry, Lookup
-from vlm_worker.core.image_queue import num_pixels
+from vlm_worker.core.encoder_cache import EncoderCache, Entry
 from vlm_worker.core.limits import Demand, Limits, QueueLimit
 from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, AttemptTable, ResourceKind
-from vlm_worker.engine.embedding_cache import EmbeddingCache
-from vlm_worker.engine.encoder_batches import EncoderQueue
+from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
 from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.engine.settings import EngineSettings
@@ -92,7 +90,7 @@ class EncodeRequests:
         clock: Callable[[], float],
     ) -> None:
         _check_capacity(runner, settings)
-        self.cache = EmbeddingCache(
+        self.cache = EncoderCache(
             runner,
             max_bytes=settings.embedding_cache_bytes,
             cold_bytes=settings.embedding_cold_cache_bytes or 0,
@@ -266,7 +264,7 @@ class EncodeRequests:
         included: each has copies made for its own consumer.
         """
         queue, settings = self.queue, self._settings
-        pixels = queue.num_pixels, sum(map(num_pixels, images)), settings.max_waiting_pixels
+        pixels = queue.waiting_pixels, sum(map(num_pixels, images)), settings.max_waiting_pixels
         embeddings = self.held_bytes, additional_bytes, settings.embedding_cache_bytes
         self._limits.check(
             (
@@ -280,14 +278,14 @@ class EncodeRequests:
     def _begin(self, call: EncodeCall, attempt: Attempt, item: int, image: PreparedImage) -> None:
         now = self._clock()
         owner = (attempt.key, item)
-        found, entry = self.cache.lookup_or_begin(
-            image.image_key, owner, num_tokens=image.num_tokens, now=now
-        )
+        image_key, num_tokens = image.image_key, image.num_tokens
+        known = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
+        entry = known or self.cache.begin(image_key, owner, num_tokens=num_tokens)
         self._pin(attempt, entry, owner, item=item)
-        if found is Lookup.HIT:
+        if entry.ready:
             self._ready(call, item, entry, cache_hit=True, times=(now, now, now))
             return
-        if found is Lookup.MISS:
+        if known is None:
             self.queue.push(entry, image, attempt.key, priority=call.priority)
         entry.waiters.append(lambda error: self._item_filled(call, item, entry, now, error))
 
@@ -342,10 +340,9 @@ class EncodeRequests:
             call.attempt.release(call)
 
     def _rows(self, entry: Entry) -> memoryview:
-        embedding = self.cache.get(entry)
         try:
             return run_device_copy(
-                "copying an embedding out", lambda: self._runner.export_embedding(embedding)
+                "copying an embedding out", lambda: self._runner.export_embedding(entry.buffer)
             )
         except EngineError as error:  # an encoder pod runs no step that would detect a lost device
             self.queue.note_failure(error)

@@ -12,22 +12,18 @@ While sequences decode, the budget is smaller: a long queue delays each token by
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from vlm_worker.core.encoder_cache import Entry
-from vlm_worker.core.image_queue import EncodeTask, ImageQueue
+from vlm_worker.core.encoder_cache import EncoderCache, Entry
 from vlm_worker.core.measurements import BusyTimeCounter
 from vlm_worker.core.step_time import StepTimeModel
-from vlm_worker.engine.embedding_cache import EmbeddingCache
-from vlm_worker.engine.runner import (
-    Runner,
-    encode_isolated,
-    is_device_lost,
-    is_out_of_memory,
-)
+from vlm_worker.core.waiting_queue import WaitingQueue
+from vlm_worker.engine.runner import Runner, encode_isolated, is_device_lost, is_out_of_memory
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import CancelledError
 from vlm_worker.types import PreparedImage, RequestKey
@@ -36,21 +32,49 @@ ENOUGH_TOKENS: Final = 256
 """Visual tokens of a call that uses the device well: 1,024 patches if four are merged."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EncodeTask:
+    """An image to encode into `entry`, for the request `key`. `arrived_at` is in seconds."""
+
+    entry: Entry
+    image: PreparedImage
+    key: RequestKey
+    priority: int
+    arrival: int
+    arrived_at: float
+
+    @property
+    def num_patches(self) -> int:
+        """The encoder's work is proportional to it."""
+        return math.prod(self.image.grid_thw)
+
+
+def num_pixels(image: PreparedImage) -> int:
+    """Pixels of all frames of an image at the encoder's resolution: three float32 each."""
+    return image.patches.nbytes // 12
+
+
 class EncoderQueue:
-    """Fills entries of the cache. Engine thread only.
+    """The images that wait for the encoder, which fills their entries. Engine thread only.
 
     It calls `on_ready` with the key of every image that becomes READY. Another thread calls
     `on_ended` when an asynchronous batch has ended; the next turn takes its result.
+
+    Attributes:
+        waiting_tokens: visual tokens of the queued images.
+        waiting_pixels: pixels of the queued images.
     """
 
     def __init__(
         self,
         runner: Runner,
-        cache: EmbeddingCache,
+        cache: EncoderCache,
         *,
         settings: EngineSettings,
         clock: Callable[[], float],
     ) -> None:
+        self.waiting_tokens = 0
+        self.waiting_pixels = 0
         self.work = StepTimeModel()
         self.busy = BusyTimeCounter()
         self.on_ready: Callable[[bytes], None] = lambda _: None
@@ -66,7 +90,9 @@ class EncoderQueue:
         self._cache = cache
         self._settings = settings
         self._clock = clock
-        self._queue = ImageQueue(ageing_seconds=settings.admission.ageing_seconds)
+        self._queue: WaitingQueue[EncodeTask]
+        self._queue = WaitingQueue(ageing_seconds=settings.admission.ageing_seconds)
+        self._tasks: dict[Entry, EncodeTask] = {}
         self._num_pushed = 0
         self._async_batch: tuple[list[EncodeTask], Future[tuple[list[Any], float]]] | None = None
 
@@ -80,14 +106,9 @@ class EncoderQueue:
         return None if self._async_batch is None else self.batch_started
 
     @property
-    def num_pixels(self) -> int:
-        """Pixels of the queued images."""
-        return self._queue.num_pixels
-
-    @property
     def seconds(self) -> float:
         """Predicted encoder seconds of the queue."""
-        return self.predict(self._queue.num_tokens)
+        return self.predict(self.waiting_tokens)
 
     def predict(self, num_tokens: int) -> float:
         """Predicted encoder seconds for `num_tokens` visual tokens."""
@@ -96,11 +117,12 @@ class EncoderQueue:
     def push(self, entry: Entry, image: PreparedImage, key: RequestKey, *, priority: int) -> None:
         """Queue the encoding of an entry, for a request."""
         self._num_pushed += 1
-        self._queue.push(EncodeTask(entry, image, key, priority, self._num_pushed, self._clock()))
+        self._push(EncodeTask(entry, image, key, priority, self._num_pushed, self._clock()))
 
     def abandon(self, entry: Entry) -> None:
         """Remove an entry from the queue: no call waits for it."""
-        if self._queue.remove(entry) is not None:
+        if entry in self._tasks:
+            self._remove(self._tasks[entry])
             self._fail(entry, CancelledError("no call waits for this image"))
 
     def note_failure(self, error: Exception) -> None:
@@ -110,31 +132,31 @@ class EncoderQueue:
 
     def drain(self, error: Exception) -> int:
         """Fail all queued images; returns their number."""
-        num_failed = len(self._queue)
-        while (fill := self._queue.first(now=self._clock())) is not None:
-            self._queue.remove(fill.entry)
-            self._fail(fill.entry, error)
+        num_failed = len(self)
+        while (task := self._queue.oldest) is not None:
+            self._remove(task)
+            self._fail(task.entry, error)
         return num_failed
 
     def turn(self, *, decoding: bool) -> bool:
         """Encode the next batch, or start it asynchronously; True if a batch has ended."""
         begun = self._async_batch
         if begun is not None:
-            fills, made = begun
-            if not made.done():
+            tasks, future = begun
+            if not future.done():
                 return False
             self._async_batch = None
-            self._encoded(fills, *made.result())
+            self._encoded(tasks, *future.result())
         batch = self._next_batch(decoding=decoding)
         if not batch:
             return begun is not None
-        self.admitted_seconds += self.predict(sum(fill.image.num_tokens for fill in batch))
+        self.admitted_seconds += self.predict(sum(task.image.num_tokens for task in batch))
         self.batch_started = self._clock()
         call = functools.partial(self._encode, batch)
-        future = self._runner.encode_async(call)
-        if future is not None:
-            self._async_batch = batch, future
-            future.add_done_callback(lambda _: self.on_ended())
+        started = self._runner.encode_async(call)
+        if started is not None:
+            self._async_batch = batch, started
+            started.add_done_callback(lambda _: self.on_ended())
             return begun is not None
         self._encoded(batch, *call())
         return True
@@ -142,18 +164,18 @@ class EncoderQueue:
     def _encode(self, batch: list[EncodeTask]) -> tuple[list[Any], float]:
         """One embedding or exception per image, and the duration in seconds."""
         began = self._clock()
-        results = encode_isolated(self._runner, [fill.image for fill in batch])
+        results = encode_isolated(self._runner, [task.image for task in batch])
         return results, self._clock() - began
 
     def _encoded(self, batch: list[EncodeTask], results: list[Any], seconds: float) -> None:
-        self.work.observe(sum(fill.image.num_tokens for fill in batch), seconds)
-        self.busy.encoded([fill.num_patches for fill in batch], seconds)
-        for fill, result in zip(batch, results, strict=True):
+        self.work.observe(sum(task.image.num_tokens for task in batch), seconds)
+        self.busy.encoded([task.num_patches for task in batch], seconds)
+        for task, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
                 self.note_failure(result)
-                self._fail(fill.entry, result)
+                self._fail(task.entry, result)
             else:
-                self._complete(fill, result)
+                self._complete(task, result)
 
     def _next_batch(self, *, decoding: bool) -> list[EncodeTask]:
         """Images from the head of the queue, within the budget; at least one."""
@@ -165,26 +187,40 @@ class EncoderQueue:
         later: list[EncodeTask] = []
         num_tokens = 0
         now = self._clock()
-        while (fill := self._queue.first(now=now)) is not None:
-            if batch and num_tokens + fill.image.num_tokens > budget:
+        while (task := self._queue.next(now=now)) is not None:
+            if batch and num_tokens + task.image.num_tokens > budget:
                 break
-            self._queue.remove(fill.entry)
-            if num_tokens >= ENOUGH_TOKENS and any(other.key == fill.key for other in batch):
-                later.append(fill)
+            self._remove(task)
+            if num_tokens >= ENOUGH_TOKENS and any(other.key == task.key for other in batch):
+                later.append(task)
                 continue
-            batch.append(fill)
-            num_tokens += fill.image.num_tokens
-        for fill in later:
-            self._queue.push(fill)
+            batch.append(task)
+            num_tokens += task.image.num_tokens
+        for task in later:
+            self._push(task)
         return batch
 
-    def _complete(self, fill: EncodeTask, embedding: Any) -> None:
-        self._cache.complete(fill.entry, embedding, now=self._clock())
+    def _push(self, task: EncodeTask) -> None:
+        """Add a task, or return one that was taken: it keeps its arrival and so its position."""
+        assert task.entry not in self._tasks
+        self._tasks[task.entry] = task
+        self._queue.push(task)
+        self.waiting_tokens += task.image.num_tokens
+        self.waiting_pixels += num_pixels(task.image)
+
+    def _remove(self, task: EncodeTask) -> None:
+        del self._tasks[task.entry]
+        self._queue.discard(task)
+        self.waiting_tokens -= task.image.num_tokens
+        self.waiting_pixels -= num_pixels(task.image)
+
+    def _complete(self, task: EncodeTask, embedding: Any) -> None:
+        self._cache.complete(task.entry, embedding, now=self._clock())
         self.num_images += 1
-        self.num_visual_tokens += fill.image.num_tokens
-        self.num_patches += fill.num_patches
-        self._notify(fill.entry, None)
-        self.on_ready(fill.image.image_key)
+        self.num_visual_tokens += task.image.num_tokens
+        self.num_patches += task.num_patches
+        self._notify(task.entry, None)
+        self.on_ready(task.image.image_key)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         self._cache.fail(entry)

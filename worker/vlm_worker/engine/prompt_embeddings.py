@@ -131,7 +131,7 @@ class PromptEmbeddings:
             return False
         sequence.output.prompt_pins[number] = entry
         if entry.ready:
-            sequence.embeddings[number] = self._encode_requests.cache.get(entry)
+            sequence.embeddings[number] = entry.buffer
         else:
             entry.waiters.append(self._on_filled(sequence, number, entry))
         return True
@@ -143,7 +143,7 @@ class PromptEmbeddings:
             if sequence.output.prompt_pins.get(number) is not entry:  # dropped meanwhile
                 return
             if error is None:
-                sequence.embeddings[number] = self._encode_requests.cache.get(entry)
+                sequence.embeddings[number] = entry.buffer
             else:
                 self._drop(sequence, number)
             sequence.unblock()  # the next step asks again for what is missing

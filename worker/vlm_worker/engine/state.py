@@ -164,7 +164,7 @@ class State:
         self.encode_requests.cache.expire(now=self._clock())
         if any(attempt.holds(Track.GENERATION) for attempt in self.attempts.by_key.values()):
             return []
-        pool, index = self.sequences.pool, self.encode_requests.cache.index
+        pool, index = self.sequences.pool, self.encode_requests.cache
         left = {
             "KV blocks in use": pool.num_used,
             "KV blocks promised": pool.num_reserved,
@@ -222,7 +222,7 @@ class State:
         )
 
     def _encoder_cache_stats(self) -> EncoderCacheStats:
-        index = self.encode_requests.cache.index
+        index = self.encode_requests.cache
         hot, cold = _tier_stats(index.hot), _tier_stats(index.cold)
         return EncoderCacheStats(
             entries=hot.entries + cold.entries,

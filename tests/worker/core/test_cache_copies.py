@@ -1,4 +1,4 @@
-"""Buffers follow the books: what is served is what was encoded, from whichever tier it comes."""
+"""The embedding that is served is the one that was encoded, whichever tier it was in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.encoder_cache import Entry, Lookup, Tier
-from vlm_worker.engine.embedding_cache import EmbeddingCache
+from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
 
 TTL = 50.0
 
@@ -40,14 +39,18 @@ def encoded(key: bytes) -> str:
     return key.decode() * (4 + key[0] % 5)
 
 
-def need(cache: EmbeddingCache, key: bytes, owner: object, *, now: float) -> tuple[Lookup, Entry]:
-    """Look an embedding up, encode it if nobody has, and see that it is the right one."""
-    found, entry = cache.lookup_or_begin(key, owner, num_tokens=4, now=now)
-    if found is Lookup.MISS:
+def need(cache: EncoderCache, key: bytes, owner: object, *, now: float) -> tuple[bool, Entry]:
+    """Look an embedding up, encode it if it is not there, and see that it is the right one.
+
+    Returns whether it was there, and its entry.
+    """
+    known = cache.lookup(key, owner, num_tokens=4, now=now)
+    entry = known or cache.begin(key, owner, num_tokens=4)
+    if known is None:
         cache.complete(entry, encoded(key), now=now)
-    assert cache.get(entry) == encoded(key)
+    assert entry.buffer == encoded(key)
     cache.check()
-    return found, entry
+    return known is not None, entry
 
 
 operations = st.lists(
@@ -64,7 +67,7 @@ def test_whatever_happens_each_image_has_its_own_embedding(
     todo: list[tuple[str, bytes]], hot: int, cold: int
 ) -> None:
     codec = Codec()
-    cache = EmbeddingCache(codec, max_bytes=hot, cold_bytes=cold, ttl_seconds=TTL)
+    cache = EncoderCache(codec, max_bytes=hot, cold_bytes=cold, ttl_seconds=TTL)
     held: list[tuple[Entry, int]] = []
     now = 0.0
     for owner, (what, key) in enumerate(todo):
@@ -82,16 +85,16 @@ def test_whatever_happens_each_image_has_its_own_embedding(
         elif what == "import":
             codec.failing_imports = 1
         for entry, _ in held:
-            assert cache.get(entry) == encoded(entry.image_key)
+            assert entry.buffer == encoded(entry.image_key)
         cache.check()
     for entry, owner in held:
         cache.unpin(entry, owner, now=now)
     cache.expire(now=now + TTL)
-    assert len(cache.index) == cache.index.num_bytes == cache.index.num_pins == 0
+    assert cache.hot.num_entries == cache.cold.num_entries == cache.num_pins == 0
     cache.check()
 
 
-def idle(cache: EmbeddingCache, key: bytes) -> tuple[Lookup, Entry]:
+def idle(cache: EncoderCache, key: bytes) -> tuple[bool, Entry]:
     """Need an embedding for a moment."""
     found, entry = need(cache, key, "me", now=0.0)
     cache.unpin(entry, "me", now=0.0)
@@ -99,13 +102,13 @@ def idle(cache: EmbeddingCache, key: bytes) -> tuple[Lookup, Entry]:
 
 
 def test_an_embedding_is_restored_from_host_memory_unchanged() -> None:
-    cache = EmbeddingCache(Codec(), max_bytes=8, cold_bytes=8, ttl_seconds=TTL)
+    cache = EncoderCache(Codec(), max_bytes=8, cold_bytes=8, ttl_seconds=TTL)
     _, first = idle(cache, b"a")
     idle(cache, b"b")
     assert first.tier is Tier.COLD
     found, again = idle(cache, b"a")
-    assert (found, again) == (Lookup.HIT, first)
-    assert cache.index.cold.num_hits == cache.index.num_promotions == 1
+    assert (found, again) == (True, first)
+    assert cache.cold.num_hits == cache.num_promotions == 1
 
 
 @pytest.mark.parametrize("way", ["failing_exports", "failing_imports"])
@@ -113,12 +116,12 @@ def test_a_copy_that_fails_is_a_miss_and_no_more(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     codec = Codec()
-    cache = EmbeddingCache(codec, max_bytes=8, cold_bytes=8, ttl_seconds=TTL)
+    cache = EncoderCache(codec, max_bytes=8, cold_bytes=8, ttl_seconds=TTL)
     setattr(codec, way, 1)
     idle(cache, b"a")
     idle(cache, b"b")  # a is carried to host memory
     found, _ = idle(cache, b"a")  # and back
-    assert found is Lookup.MISS
+    assert not found
     assert getattr(codec, way) == 0, "the fault did not happen"
     assert "host memory" in caplog.text
-    assert idle(cache, b"a")[0] is Lookup.HIT
+    assert idle(cache, b"a")[0]
