@@ -13,7 +13,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from worker.media.files import encode
 
-from vlm_worker.core.families.pixels import CLIP_MEAN, CLIP_STD, HALF
+from vlm_worker.core.families.family import CLIP_MEAN, CLIP_STD
+from vlm_worker.core.families.gemma3 import HALF
 from vlm_worker.core.image_geometry import MAX_ASPECT_RATIO, FixedProcessor
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.media.decode_channel import ChildConfig

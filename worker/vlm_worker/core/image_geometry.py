@@ -6,7 +6,6 @@ FixedProcessor      every image becomes one size     a constant number of tokens
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -32,16 +31,15 @@ class Geometry:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Processor(abc.ABC):
-    """The effective parameters of preprocessing, defaults filled in.
+class _Fields:
+    """The effective parameters of preprocessing that all processors have, defaults filled in.
 
     Attributes:
         patch_size: pixels along one side of a patch.
         merge_size: patches along one side of a visual token.
         resample: the filter of resizing, as Pillow's number.
         rescale_factor: multiplies a byte before normalisation: (byte * factor - mean) / std.
-        image_mean: per channel.
-        image_std: per channel.
+        image_mean, image_std: per channel.
     """
 
     patch_size: int
@@ -51,58 +49,9 @@ class Processor(abc.ABC):
     image_mean: tuple[float, float, float]
     image_std: tuple[float, float, float]
 
-    kind: ClassVar[str]
-
-    @property
-    @abc.abstractmethod
-    def patch_dim(self) -> int:
-        """Float32 values of one patch."""
-
-    @property
-    @abc.abstractmethod
-    def max_tokens(self) -> int:
-        """Visual tokens of the largest image."""
-
-    @property
-    @abc.abstractmethod
-    def tokens_per_megapixel(self) -> int:
-        """Visual tokens of an image of a million pixels without a pixel cap."""
-
-    @property
-    @abc.abstractmethod
-    def work_bytes(self) -> int:
-        """Bytes that preprocessing of the largest image needs in addition to its decoded pixels."""
-
-    @abc.abstractmethod
-    def capped(self, max_pixels: int) -> Processor:
-        """This processor with at most `max_pixels` per image (0 = no cap)."""
-
-    @abc.abstractmethod
-    def low_detail_pixels(self, max_pixels: int) -> int:
-        """The pixel cap of `detail: low`, at most `max_pixels`; 0 = no cap."""
-
-    @abc.abstractmethod
-    def geometry(self, height: int, width: int) -> Geometry:
-        """The geometry of a still image, from its size after EXIF orientation.
-
-        Raises:
-            InvalidRequestError: a side is 0, or one is more than 200 times the other.
-        """
-
-    @abc.abstractmethod
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of an image after resizing, before the crop.
-
-        Raises as `geometry` does.
-        """
-
-    @abc.abstractmethod
-    def num_tokens(self, grid_thw: Grid) -> int | None:
-        """Visual tokens of a grid; None if no image has this grid."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DynamicProcessor(Processor):
+class DynamicProcessor(_Fields):
     """Resizes to about the image's own size; the tower reads packed patches (Qwen).
 
     `min_pixels` and `max_pixels` bound the resized image.
@@ -121,45 +70,76 @@ class DynamicProcessor(Processor):
 
     @property
     def patch_dim(self) -> int:
+        """Float32 values of one patch."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
     def max_tokens(self) -> int:
+        """Visual tokens of the largest image."""
         return max(1, self.max_pixels // self.factor**2)
 
     @property
     def tokens_per_megapixel(self) -> int:
+        """Visual tokens of an image of a million pixels without a pixel cap."""
         return round(1_000_000 / self.factor**2)
 
     @property
     def work_bytes(self) -> int:
-        """The resized image: per pixel four bytes in Pillow and three bytes in the copy."""
+        """Bytes that preprocessing of the largest image needs in addition to its decoded pixels.
+
+        They are the resized image: per pixel four bytes in Pillow and three bytes in the copy.
+        """
         return 8 * self.max_pixels
 
     def capped(self, max_pixels: int) -> DynamicProcessor:
-        """This processor with at most `max_pixels` per image, never below `min_pixels`."""
+        """This processor with at most `max_pixels` per image, 0 = no cap; at least `min_pixels`."""
         if max_pixels <= 0 or max_pixels >= self.max_pixels:
             return self
         return dataclasses.replace(self, max_pixels=max(self.min_pixels, max_pixels))
 
     def low_detail_pixels(self, max_pixels: int) -> int:
-        """The least of `max_pixels` and a quarter of the model's maximum; at least `min_pixels`."""
+        """The pixel cap of `detail: low`: `max_pixels`, or a quarter of the model's maximum."""
         return max(self.min_pixels, min(max_pixels, self.max_pixels // 4))
 
     def geometry(self, height: int, width: int) -> Geometry:
-        """Raises as `smart_resize` does."""
+        """The geometry of a still image, from its size after EXIF orientation.
+
+        Raises:
+            InvalidRequestError: a side is 0, or one is more than 200 times the other.
+        """
         resized_height, resized_width = self.resized(height, width)
         grid = (1, resized_height // self.patch_size, resized_width // self.patch_size)
-        return Geometry(
-            resized_height, resized_width, grid, grid[1] * grid[2] // self.merge_size**2
-        )
+        num_tokens = grid[1] * grid[2] // self.merge_size**2
+        return Geometry(resized_height, resized_width, grid, num_tokens)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Multiples of `factor`; raises as `smart_resize` does."""
-        return smart_resize(height, width, self)
+        """The size to which transformers' Qwen2VLImageProcessor resizes an image.
+
+        The floating-point expressions are those of transformers: if a quotient is whole (471x471
+        with 448² pixels), exact integer roots differ by one patch from the grid that the model was
+        trained with. IEEE 754 fixes the results on every machine, so gateway and encoder agree.
+
+        Returns:
+            Height and width in pixels, multiples of `factor`.
+
+        Raises:
+            InvalidRequestError: as `geometry`.
+        """
+        _check_aspect_ratio(height, width, max_ratio=MAX_ASPECT_RATIO)
+        factor = self.factor
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if rows * columns > self.max_pixels:
+            shrink = math.sqrt((height * width) / self.max_pixels)
+            rows = max(factor, math.floor(height / shrink / factor) * factor)
+            columns = max(factor, math.floor(width / shrink / factor) * factor)
+        elif rows * columns < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows = math.ceil(height * grow / factor) * factor
+            columns = math.ceil(width * grow / factor) * factor
+        return rows, columns
 
     def num_tokens(self, grid_thw: Grid) -> int | None:
-        """None unless height and width of the grid are multiples of `merge_size`."""
+        """Visual tokens of a grid; None if no image has this grid."""
         t, h, w = grid_thw
         if min(t, h, w) < 1 or h % self.merge_size or w % self.merge_size:
             return None
@@ -167,12 +147,13 @@ class DynamicProcessor(Processor):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FixedProcessor(Processor):
+class FixedProcessor(_Fields):
     """Resizes all images to one size; the tower reads planes (CLIP, SigLIP).
 
+    `DynamicProcessor` describes the methods.
+
     Attributes:
-        height: of the tower's input, in pixels.
-        width: of the tower's input, in pixels.
+        height, width: of the tower's input, in pixels.
         shortest_edge: the shorter side is resized to it, with the aspect ratio kept, and the image
             is center-cropped. 0: the image is stretched to `height` x `width`.
         num_extra_tokens: tokens that the tower adds to the grid, such as CLIP's class token.
@@ -192,17 +173,14 @@ class FixedProcessor(Processor):
 
     @property
     def patch_dim(self) -> int:
-        """Float32 values per patch of the planes."""
         return 3 * self.patch_size**2
 
     @property
     def max_tokens(self) -> int:
-        """Visual tokens of every image."""
         return self.grid[1] * self.grid[2] // self.merge_size**2 + self.num_extra_tokens
 
     @property
     def tokens_per_megapixel(self) -> int:
-        """Visual tokens of every image, whatever its size."""
         return self.max_tokens
 
     @property
@@ -211,19 +189,15 @@ class FixedProcessor(Processor):
         resized = self.shortest_edge**2 * MAX_ASPECT_RATIO or self.height * self.width
         return 12 * resized + 2 * 3 * 4 * self.height * self.width
 
-    def capped(self, max_pixels: int) -> FixedProcessor:
-        """This processor: a pixel cap does not change the size."""
-        del max_pixels
+    def capped(self, _: int) -> FixedProcessor:
         return self
 
-    def low_detail_pixels(self, max_pixels: int) -> int:
-        """0: there is only one size."""
-        del max_pixels
+    def low_detail_pixels(self, _: int) -> int:
         return 0
 
     def geometry(self, height: int, width: int) -> Geometry:
-        """Raises as `validate_aspect_ratio` does; the ratio is limited if it is kept."""
-        validate_aspect_ratio(
+        """The aspect ratio is limited if it is kept."""
+        _check_aspect_ratio(
             height, width, max_ratio=MAX_ASPECT_RATIO if self.shortest_edge else None
         )
         return Geometry(self.height, self.width, self.grid, self.max_tokens)
@@ -239,38 +213,17 @@ class FixedProcessor(Processor):
         return self.shortest_edge, longest_edge
 
     def num_tokens(self, grid_thw: Grid) -> int | None:
-        """None for any other grid than `grid`."""
         return self.max_tokens if tuple(grid_thw) == self.grid else None
 
 
-def smart_resize(height: int, width: int, processor: DynamicProcessor) -> tuple[int, int]:
-    """The size to which transformers' Qwen2VLImageProcessor resizes an image.
+Processor = DynamicProcessor | FixedProcessor
 
-    The floating-point expressions are those of transformers: if a quotient is whole (471x471 with
-    448² pixels), exact integer roots differ by one patch from the grid that the model was trained
-    with. IEEE 754 fixes the results on every machine, so gateway and encoder agree.
-
-    Returns:
-        Height and width in pixels, multiples of `processor.factor`.
-
-    Raises:
-        InvalidRequestError: a side is 0, or one is more than 200 times the other.
-    """
-    validate_aspect_ratio(height, width, max_ratio=MAX_ASPECT_RATIO)
-    factor = processor.factor
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > processor.max_pixels:
-        shrink = math.sqrt((height * width) / processor.max_pixels)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < processor.min_pixels:
-        grow = math.sqrt(processor.min_pixels / (height * width))
-        rows = math.ceil(height * grow / factor) * factor
-        columns = math.ceil(width * grow / factor) * factor
-    return rows, columns
+PROCESSORS: Mapping[str, type[Processor]] = {
+    processor.kind: processor for processor in (DynamicProcessor, FixedProcessor)
+}
 
 
-def validate_aspect_ratio(height: int, width: int, *, max_ratio: int | None) -> None:
+def _check_aspect_ratio(height: int, width: int, *, max_ratio: int | None) -> None:
     """Raise InvalidRequestError if an image is empty or exceeds `max_ratio`."""
     if height < 1 or width < 1:
         raise InvalidRequestError(f"an image of {width}x{height} pixels is empty")
@@ -279,8 +232,3 @@ def validate_aspect_ratio(height: int, width: int, *, max_ratio: int | None) -> 
             f"an image of {width}x{height} pixels is too narrow: "
             f"one side may be at most {max_ratio} times the other"
         )
-
-
-PROCESSORS: Mapping[str, type[Processor]] = {
-    processor.kind: processor for processor in (DynamicProcessor, FixedProcessor)
-}

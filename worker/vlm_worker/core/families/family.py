@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import ImageItem
 
 LOW_DETAIL_PIXELS = 512 * 512
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 Detail = Literal["auto", "low", "high", "original"]
 Int8Part = Literal["encoder", "layers", "head"]
@@ -100,28 +103,13 @@ class Family:
         return 3 if self.spec.positions == "mrope" else 1
 
     def geometry(self, height: int, width: int, *, max_pixels: int = 0) -> Geometry:
-        """Size, grid and tokens of an image, from its oriented size.
-
-        Args:
-            height: in pixels, after the EXIF orientation.
-            width: in pixels, after the EXIF orientation.
-            max_pixels: the request's cap (see `max_pixels_of`), 0 for none.
-
-        Raises:
-            InvalidRequestError: a side is 0, or the image is too narrow for the model.
-        """
+        """As `Processor.geometry`, with the request's cap (see `max_pixels_of`), 0 for none."""
         return self.processor.capped(max_pixels).geometry(height, width)
 
     def max_pixels_of(self, detail: Detail) -> int:
-        """The pixel cap for OpenAI's `detail`; 0 if it is the model's own.
+        """The pixel cap for OpenAI's `detail`; 0 is the model's own (docs/openai.md).
 
-        | detail                     | budget in pixels                                        |
-        |----------------------------|---------------------------------------------------------|
-        | `auto`, `high`, `original` | the model's own                                         |
-        | `low`                      | 512 * 512, or a quarter of the model's own if less      |
-
-        `original` is resized, too, if it exceeds the model's maximum. A family with one size for
-        all images has no lower detail.
+        `low` is 512 * 512, or a quarter of the model's own if less.
         """
         return self.processor.low_detail_pixels(LOW_DETAIL_PIXELS) if detail == "low" else 0
 
@@ -178,13 +166,8 @@ class Family:
             num_tokens_of=self.processor.num_tokens,
         )
         if self.spec.positions == "rope":
-            return rope(len(ids))
+            return np.arange(len(ids), dtype=np.int64)[None], 0
         return mrope(len(ids), items, merge_size=self.processor.merge_size)
-
-
-def rope(num_tokens: int) -> tuple[np.ndarray, int]:
-    """Positions `[1, num_tokens]` int64 and delta 0."""
-    return np.arange(num_tokens, dtype=np.int64)[None], 0
 
 
 def mrope(
@@ -260,3 +243,43 @@ def check_items(
             f"{vocab_size}",
             param="token_ids",
         )
+
+
+def pixel_fields(
+    fields: ConfigFields,
+    spec: FamilySpec,
+    *,
+    resample: int = 3,
+    mean: tuple[float, float, float] = CLIP_MEAN,
+    std: tuple[float, float, float] = CLIP_STD,
+) -> dict[str, Any]:
+    """The keyword arguments of resizing and normalisation that all processors have.
+
+    `fields` is the file of an image processor; `resample`, `mean` and `std` are the
+    defaults of transformers. Raises ModelConfigError if the type or a value is not supported.
+    """
+    kind = fields.text("image_processor_type")
+    if kind not in spec.image_processors:
+        known = ", ".join(spec.image_processors)
+        raise fields.error("image_processor_type", f"is {kind!r}; built for this family: {known}")
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        fields.must_be(name, True)
+    filter_number = fields.count("resample", resample, least=0)
+    if filter_number > 5:
+        raise fields.error("resample", f"is {filter_number}; Pillow knows 0 to 5")
+    image_std = fields.channels("image_std", std)
+    if 0.0 in image_std:
+        raise fields.error("image_std", "has a zero")
+    return {
+        "resample": filter_number,
+        "rescale_factor": fields.number("rescale_factor", 1 / 255),
+        "image_mean": fields.channels("image_mean", mean),
+        "image_std": image_std,
+    }
+
+
+def must_equal(vision: ConfigFields, name: str, value: int, *, default: int) -> None:
+    """Raise ModelConfigError unless a field of the vision tower equals the processor's `value`."""
+    actual = vision.count(name, default)
+    if actual != value:
+        raise vision.error(name, f"is {actual}, but the image processor's is {value}")

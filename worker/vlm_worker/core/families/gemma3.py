@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 
-from vlm_worker.core.families.family import Family, FamilySpec, Files
-from vlm_worker.core.families.pixels import HALF, Normalisation, must_equal
+from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import FixedProcessor
 from vlm_worker.core.model_files import ConfigFields
+
+HALF = (0.5, 0.5, 0.5)
 
 
 def _parse(spec: FamilySpec, files: Files) -> Family:
@@ -62,7 +63,7 @@ def _check_tokens(files: Files, num_tokens: int) -> None:
 def _processor(
     fields: ConfigFields, spec: FamilySpec, *, patch_size: int, num_tokens: int
 ) -> FixedProcessor:
-    normal = Normalisation.parse(fields, spec, resample=2, mean=HALF, std=HALF)
+    shared = pixel_fields(fields, spec, resample=2, mean=HALF, std=HALF)
     fields.must_be("do_convert_rgb", True, None)
     fields.must_be("do_pan_and_scan", False, None)
     size = fields.child("size")
@@ -87,7 +88,7 @@ def _processor(
         width=width,
         shortest_edge=0,
         num_extra_tokens=0,
-        **normal.fields,
+        **shared,
     )
 
 

@@ -7,8 +7,7 @@ Only models with CLIP's tower and Llama's language model are supported, as in LL
 
 from __future__ import annotations
 
-from vlm_worker.core.families.family import Family, FamilySpec, Files
-from vlm_worker.core.families.pixels import CLIP_MEAN, CLIP_STD, Normalisation, must_equal
+from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import FixedProcessor
 from vlm_worker.core.model_files import ConfigFields
 
@@ -36,7 +35,7 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
 
 def _processor(files: Files, spec: FamilySpec, *, patch_size: int) -> FixedProcessor:
     fields = files.image_processor
-    normal = Normalisation.parse(fields, spec, resample=3, mean=CLIP_MEAN, std=CLIP_STD)
+    shared = pixel_fields(fields, spec)
     for name in ("do_convert_rgb", "do_center_crop"):
         fields.must_be(name, True)
     fields.must_be("do_pad", False, None)
@@ -58,7 +57,7 @@ def _processor(files: Files, spec: FamilySpec, *, patch_size: int) -> FixedProce
         width=width,
         shortest_edge=shortest_edge,
         num_extra_tokens=_num_extra_tokens(files.config),
-        **normal.fields,
+        **shared,
     )
     _check_processor(files.processor, processor)
     return processor

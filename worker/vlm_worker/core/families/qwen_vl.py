@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vlm_worker.core.families.family import Family, FamilySpec, Files
-from vlm_worker.core.families.pixels import CLIP_MEAN, CLIP_STD, Normalisation, must_equal
+from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ConfigFields
 
@@ -40,7 +39,7 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
 
 def _processor(fields: ConfigFields, spec: FamilySpec) -> DynamicProcessor:
     fields.must_be("do_convert_rgb", True)
-    normal = Normalisation.parse(fields, spec, resample=3, mean=CLIP_MEAN, std=CLIP_STD)
+    shared = pixel_fields(fields, spec)
     size = fields.child("size")
     processor = DynamicProcessor(
         patch_size=fields.count("patch_size", 14),
@@ -48,7 +47,7 @@ def _processor(fields: ConfigFields, spec: FamilySpec) -> DynamicProcessor:
         temporal_patch_size=fields.count("temporal_patch_size", 2),
         min_pixels=fields.count("min_pixels", size.count("shortest_edge", 56 * 56)),
         max_pixels=fields.count("max_pixels", size.count("longest_edge", 28 * 28 * 1280)),
-        **normal.fields,
+        **shared,
     )
     if processor.max_pixels < processor.min_pixels:
         raise fields.error("size", "has longest_edge (max_pixels) below shortest_edge (min_pixels)")
