@@ -148,7 +148,9 @@ class Simulation:
             embeddings=[embed(image) for image in work.images],
         )
         num_blocks = self.pool.blocks_for(sequence.num_tokens)
-        if reserved and self.pool.reserve(num_blocks, keep=self.scheduler.withheld_blocks):
+        if reserved and self.pool.reserve(
+            num_blocks, keep=self.scheduler.admission.withheld_blocks
+        ):
             sequence.reserved_blocks = num_blocks
         self.answers[request.key.request_id] = list(request.token_ids[request.num_prompt_tokens :])
         self.scheduler.add(sequence)

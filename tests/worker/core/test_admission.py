@@ -176,6 +176,6 @@ def test_reservations_leave_blocks_for_a_request_that_was_bypassed_too_often() -
     big = simulation.add(text("big", 60))
     big.num_bypassed = MAX_BYPASSED
     simulation.step()
-    assert simulation.scheduler.withheld_blocks == 1 + 15  # the watermark, and its own
+    assert simulation.scheduler.admission.withheld_blocks == 1 + 15  # the watermark, and its own
     simulation.run([])
-    assert simulation.scheduler.withheld_blocks == 0
+    assert simulation.scheduler.admission.withheld_blocks == 0

@@ -10,6 +10,7 @@ from worker.core.test_admission_queue import waiting_sequence
 from vlm_worker.core.admission_policy import (
     AdmissionQueue,
     AdmissionReason,
+    AdmissionRound,
     lane_quotas,
     preemption_order,
 )
@@ -76,7 +77,7 @@ def test_a_wave_admits_no_more_of_a_lane_than_its_bound(
     for number, lane in enumerate(lanes if last_first is Lane.TEXT else lanes[::-1]):
         waiting.add(waiting_sequence(number, lane=lane))
     admitted = dict.fromkeys(Lane, 0)
-    with waiting.begin_round(now=now) as admission_round:
+    with AdmissionRound(waiting, now=now) as admission_round:
         while (sequence := admission_round.next()) is not None:
             admission_round.admit(sequence)
             admitted[sequence.lane] += 1
@@ -92,9 +93,9 @@ def test_one_that_has_waited_for_long_goes_before_any_priority_and_any_backlog()
     waiting.add(old)
     for number in range(1, 100):
         waiting.add(waiting_sequence(number, priority=5, now=1.0))
-    with waiting.begin_round(now=9.9) as admission_round:
+    with AdmissionRound(waiting, now=9.9) as admission_round:
         assert admission_round.next() is not old
-    with waiting.begin_round(now=10.0) as admission_round:
+    with AdmissionRound(waiting, now=10.0) as admission_round:
         assert admission_round.next() is old
         assert admission_round.admit(old) is AdmissionReason.AGED
 

@@ -14,6 +14,7 @@ from vlm_worker.core.admission_policy import (
     MAX_UNFIT,
     AdmissionQueue,
     AdmissionReason,
+    AdmissionRound,
     lane_bound,
     lane_quotas,
 )
@@ -99,7 +100,7 @@ class QueueMachine(RuleBasedStateMachine):
             )
             sequence.reserved_blocks = promised
             if stalled:
-                sequence.block()
+                sequence.is_blocked = True
             self.queue.add(sequence)
             self.naive.waiting.append(sequence)
 
@@ -132,7 +133,7 @@ class QueueMachine(RuleBasedStateMachine):
         awake = [s for s in self.naive.waiting if not s.is_blocked]
         backlog = {lane: sum(s.lane is lane for s in awake) for lane in Lane}
         first = lane_quotas(backlog, self.queue.settings, last_first=self.naive.last_first)[0].lane
-        with self.queue.begin_round(now=self.now) as admission_round:
+        with AdmissionRound(self.queue, now=self.now) as admission_round:
             for out_of_turn, fate in fates:
                 if out_of_turn:
                     expected = self.naive.next_reserved(seen)
@@ -145,7 +146,7 @@ class QueueMachine(RuleBasedStateMachine):
                     continue
                 seen.append(sequence)
                 if fate == "stall":
-                    sequence.block()
+                    sequence.is_blocked = True
                 if fate == "admit":
                     assert admission_round.admit(sequence) is expected[1]
                     entered[sequence.lane] += 1

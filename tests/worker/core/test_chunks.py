@@ -6,11 +6,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.chunks import Chunk, TokenBudget, next_chunk
+from vlm_worker.core.chunks import TokenBudget, chunk_of
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 Prompt = tuple[int, tuple[ImageItem, ...], list[object | None]]
+
+
+def sequence_of(prompt: Prompt, number: int = 0) -> Sequence:
+    length, items, embeddings = prompt
+    request = Request(RequestKey(str(number), 0), (), length, SamplingParams(1), items)
+    tokens, positions = np.zeros(length, np.int32), np.zeros((1, length), np.int64)
+    return Sequence(request, number, tokens, positions, 0, embeddings=list(embeddings))
 
 
 @st.composite
@@ -35,41 +42,36 @@ def test_a_chunk_fits_and_touches_only_images_on_hand(
 ) -> None:
     length, items, embeddings = prompt
     start = min(start, length - 1)
-    chunk = next_chunk(
-        start,
-        length - start,
-        budget=budget,
-        items=items,
-        embeddings=embeddings,
-        whole_images=whole_images,
+    size, is_missing = chunk_of(
+        sequence_of(prompt), start, budget=budget, whole_images=whole_images
     )
-    end = start + chunk.size
-    assert 0 <= chunk.size <= min(budget, length - start)
+    end = start + size
+    assert 0 <= size <= min(budget, length - start)
     for number, item in enumerate(items):
         touched = item.offset < end and item.end > start
-        if touched and chunk.size:
+        if touched and size:
             assert embeddings[number] is not None
             assert not whole_images or item.end <= end
-    if chunk.missing is not None:
-        assert embeddings[chunk.missing] is None
-        assert end == max(items[chunk.missing].offset, start)
+    missing = [
+        item.offset
+        for item, embedding in zip(items, embeddings, strict=True)
+        if embedding is None and item.end > start
+    ]
+    if is_missing:
+        assert end == max(missing[0], start)
     elif not whole_images:
-        assert chunk.size == min(budget, length - start)
+        assert size == min(budget, length - start)
 
 
 def test_a_chunk_may_cut_through_an_image() -> None:
-    items = (ImageItem(b"", 2, 10, (1, 1, 1)),)
-    chunk = next_chunk(0, 14, budget=5, items=items, embeddings=["rows"], whole_images=False)
-    assert chunk == Chunk(5)
+    sequence = sequence_of((14, (ImageItem(b"", 2, 10, (1, 1, 1)),), ["rows"]))
+    assert chunk_of(sequence, 0, budget=5, whole_images=False) == (5, False)
 
 
 def test_what_is_left_of_an_image_after_a_prefix_hit_runs_whole() -> None:
-    items = (ImageItem(b"", 2, 10, (1, 1, 1)),)
+    sequence = sequence_of((14, (ImageItem(b"", 2, 10, (1, 1, 1)),), ["rows"]))
     for budget, size in ((5, 0), (8, 8), (9, 9)):
-        chunk = next_chunk(
-            4, 10, budget=budget, items=items, embeddings=["rows"], whole_images=True
-        )
-        assert chunk == Chunk(size)
+        assert chunk_of(sequence, 4, budget=budget, whole_images=True) == (size, False)
 
 
 @given(
@@ -83,11 +85,9 @@ def test_shares_fit_into_the_budget_and_leave_no_usable_rest(
 ) -> None:
     token_budget = TokenBudget(budget, cap=cap, whole_images=whole_images)
     starts = {}
-    for number, ((length, items, embeddings), at) in enumerate(todo):
-        request = Request(RequestKey(str(number), 0), (), length, SamplingParams(1), items)
-        tokens, positions = np.zeros(length, np.int32), np.zeros((1, length), np.int64)
-        sequence = Sequence(request, number, tokens, positions, 0, embeddings=list(embeddings))
-        start = min(at, length - 1)
+    for number, (prompt, at) in enumerate(todo):
+        sequence = sequence_of(prompt, number)
+        start = min(at, sequence.num_tokens - 1)
         count = token_budget.next_chunk(sequence, start)
         if count:
             starts[sequence] = start
@@ -98,15 +98,13 @@ def test_shares_fit_into_the_budget_and_leave_no_usable_rest(
     assert token_budget.remaining >= 0
     for sequence, count in token_budget.chunks:
         assert early[sequence] <= count <= sequence.num_tokens - starts[sequence]
-        chunk = next_chunk(
+        size, _ = chunk_of(
+            sequence,
             starts[sequence] + count,
-            sequence.num_tokens - starts[sequence] - count,
             budget=token_budget.remaining,
-            items=sequence.items,
-            embeddings=sequence.embeddings,
             whole_images=whole_images,
         )
-        assert whole_images or not chunk.size
+        assert whole_images or not size
     for sequence, _ in token_budget.blocked_on_embedding:
         assert sequence.is_blocked
         assert sequence not in early

@@ -36,9 +36,9 @@ def test_other_edges_lose_nothing_and_never_move_a_size_down(
     histogram.regroup(second)
     found = dict(histogram.buckets.cumulative)
     assert found["+Inf"] == len(sizes)
-    for edge in histogram.edges:
+    for edge in histogram.buckets.edges:
         assert found[f"{edge:g}"] <= sum(size <= edge for size in sizes)
 
 
 def test_edges_that_read_alike_are_one() -> None:
-    assert list(Histogram([0.3, 0.1 + 0.2]).edges) == [0.3]
+    assert list(Histogram([0.3, 0.1 + 0.2]).buckets.edges) == [0.3]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_worker.core.kv_cache import PrefixCounts, extend_hash_chain, num_visual_tokens
-from vlm_worker.types import ImageItem
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 SIZE = 4
 
@@ -22,15 +22,17 @@ def chain(
     adapter: bytes = b"",
 ) -> list[bytes]:
     hashes: list[bytes] = []
-    extend_hash_chain(
-        hashes,
-        np.array(token_ids, np.int32),
+    request = Request(
+        RequestKey("r", 0),
+        tuple(token_ids),
+        len(token_ids),
+        SamplingParams(1),
         items,
         cache_salt=salt,
         adapter=adapter,
-        block_size=SIZE,
-        num_tokens=len(token_ids),
     )
+    array = np.array(token_ids, np.int32)
+    extend_hash_chain(hashes, array, request, block_size=SIZE, num_tokens=len(token_ids))
     return hashes
 
 
@@ -57,8 +59,9 @@ def test_chains_agree_exactly_as_far_as_the_tokens_do(a: list[int], b: list[int]
 def test_a_chain_made_in_two_parts_is_the_same(token_ids: list[int], cut: int) -> None:
     hashes: list[bytes] = []
     array = np.array(token_ids, np.int32)
+    request = Request(RequestKey("r", 0), tuple(token_ids), len(token_ids), SamplingParams(1))
     for end in (min(cut, len(token_ids)), len(token_ids)):
-        extend_hash_chain(hashes, array, (), cache_salt=b"", block_size=SIZE, num_tokens=end)
+        extend_hash_chain(hashes, array, request, block_size=SIZE, num_tokens=end)
     assert hashes == chain(token_ids)
 
 

@@ -93,7 +93,7 @@ class Asking(Simulation):
     def _check_claims(self) -> None:
         waiting = [s for s in self.works if s.status is Status.WAITING]
         claims = sum(s.soft_reserved_blocks or 0 for s in waiting)
-        assert claims == self.scheduler.admission.soft_reserved_blocks
+        assert claims == self.scheduler.admission.soft_reservations.num_blocks
         assert claims <= self.pool.num_available, "more is claimed than could be had"
         for sequence in waiting:
             pins = sequence in self.asked or any(e is not None for e in sequence.embeddings)
@@ -185,7 +185,7 @@ def everybody_is_served(
         if not simulation.step() and step > 25:
             break
     assert all(sequence.status is Status.FINISHED for sequence in live), "somebody was not served"
-    assert simulation.scheduler.admission.soft_reserved_blocks == 0
+    assert simulation.scheduler.admission.soft_reservations.num_blocks == 0
     assert simulation.pool.num_used == simulation.pool.num_reserved == 0
     for sequence, arrival in live.items():
         if arrival.goes is None:

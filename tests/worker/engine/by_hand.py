@@ -137,4 +137,4 @@ class ByHand:
     def num_prompt_pins(self) -> int:
         """Embeddings that prompts hold."""
         requests = self.state.encode_requests
-        return requests.cache.num_pins - requests.num_pinned
+        return requests.cache.num_pins - requests.held.count

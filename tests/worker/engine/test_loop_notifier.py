@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ async def test_calls_are_made_on_the_loop_in_their_order() -> None:
 
     def work() -> None:
         for number in range(100):
-            calls.call(note, number)
+            calls.call(functools.partial(note, number))
         calls.call(done.set)
 
     await by_thread(work)
@@ -63,7 +64,7 @@ async def test_a_thread_that_calls_keeps_the_interpreter() -> None:
 
     def work() -> None:
         for number in range(500):
-            calls.call(note, number)
+            calls.call(functools.partial(note, number))
             too_early.extend(made[number:])
             turn.acquire()  # here the loop runs
 

@@ -53,10 +53,8 @@ class AdmissionController:
     """Admits sequences from the queue to the batch. Only the scheduler uses it.
 
     Attributes:
-        waiting: the queue.
         ready: sequences that are admitted before the queue, in order.
         max_running: limit on running sequences; a lower limit stops no running sequence.
-        pending_transfers: bounds the KV that is computed for peers.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class AdmissionController:
         self._batch = batch
         self._watermark_blocks = watermark_blocks
         self._awaited_blocks = 0
-        self._soft_reservations = SoftReservations(pool, max_bypassed=MAX_BYPASSED)
+        self.soft_reservations = SoftReservations(pool, max_bypassed=MAX_BYPASSED)
         self._unblocked: Sequence | None = None
         self._tried_with: tuple[int, ...] = ()
         self._tried_at = 0.0
@@ -84,14 +82,8 @@ class AdmissionController:
     @property
     def withheld_blocks(self) -> int:
         """Free blocks that a reservation must leave: watermark and blocks of bypassed sequences."""
-        return self._watermark + max(
-            self._awaited_blocks, self._soft_reservations.num_withheld_blocks
-        )
-
-    @property
-    def soft_reserved_blocks(self) -> int:
-        """Blocks of all soft reservations."""
-        return self._soft_reservations.num_blocks
+        withheld = max(self._awaited_blocks, self.soft_reservations.num_withheld_blocks)
+        return self._watermark + withheld
 
     def match(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest prefix hit that leaves a token to compute (K4)."""
@@ -99,8 +91,6 @@ class AdmissionController:
         return pool.match(sequence.hashes[: (sequence.num_tokens - 1) // pool.block_size])
 
     def admit_ready(self) -> None:
-        if not self.ready:
-            return
         for sequence in list(itertools.islice(self.ready, self._num_places)):
             del self.ready[sequence]
             self._batch.add(sequence)
@@ -117,7 +107,7 @@ class AdmissionController:
 
     def discard(self, sequence: Sequence) -> None:
         """Forget a sequence that leaves the queue or the batch."""
-        self._soft_reservations.discard(sequence)
+        self.soft_reservations.discard(sequence)
         if sequence is self._unblocked:
             self._unblocked = None
 
@@ -127,7 +117,8 @@ class AdmissionController:
         """Admit waiting sequences and give each its first chunk.
 
         KV blocks come before embeddings: a sequence without blocks requests no embedding. If
-        nothing changed since the last call, no sequence is tried.
+        nothing changed since the last call, no sequence is tried. Taken blocks are not a change:
+        they admit no sequence.
 
         Returns:
             The admitted sequences, and those that found no blocks.
@@ -135,23 +126,19 @@ class AdmissionController:
         if not (self.waiting and token_budget.remaining and self._num_places):
             self._awaited_blocks, self._tried_with = 0, ()
             return [], []
-        conditions = self._conditions(token_budget)
+        conditions = (
+            self.waiting.num_changes,
+            self._pool.num_gains,
+            self.pending_transfers.num_blocks,
+            self.soft_reservations.num_withheld_blocks,
+            self._num_places,
+            token_budget.remaining,
+        )
         recent = now - self._tried_at < MAX_IDLE_SECONDS
         if recent and conditions == self._tried_with and not self._can_unblock:
             return [], []
         self._tried_with, self._tried_at = conditions, now
         return self._try(token_budget, now=now)
-
-    def _conditions(self, token_budget: TokenBudget) -> tuple[int, ...]:
-        """The inputs of an admission except time and taken blocks, which admit no sequence."""
-        return (
-            self.waiting.num_changes,
-            self._pool.num_gains,
-            self.pending_transfers.num_blocks,
-            self._soft_reservations.num_withheld_blocks,
-            self._num_places,
-            token_budget.remaining,
-        )
 
     def _try(
         self, token_budget: TokenBudget, *, now: float
@@ -162,7 +149,7 @@ class AdmissionController:
         blocked_on_kv: list[Sequence] = []
         self._awaited_blocks = 0
         num_unblocks = MAX_CANDIDATES if self._can_unblock else 0
-        with self.waiting.begin_round(now=now) as admission_round:
+        with AdmissionRound(self.waiting, now=now) as admission_round:
             while token_budget.remaining and self._num_places:
                 if num_unblocks:
                     self._unblock_one(now=now)
@@ -175,7 +162,7 @@ class AdmissionController:
                 if self._has_blocks(sequence, shared):
                     count = token_budget.next_chunk(sequence, start)
                 else:
-                    self._soft_reservations.release(sequence)
+                    self.soft_reservations.release(sequence)
                     blocked_on_kv.append(sequence)
                 was_unblocked = sequence is self._unblocked
                 if was_unblocked:
@@ -199,9 +186,9 @@ class AdmissionController:
 
     def revoke_soft_reservations(self) -> list[Sequence]:
         """Revoke soft reservations that no longer fit together; returns their sequences."""
-        if not self._soft_reservations.num_blocks:
+        if not self.soft_reservations.num_blocks:
             return []
-        revoked = list(self._soft_reservations.revoke(keep=self._unreservable_blocks))
+        revoked = list(self.soft_reservations.revoke(keep=self._unreservable_blocks))
         for sequence in revoked:
             if sequence.is_blocked:
                 self.waiting.block_on_encoder(sequence)
@@ -220,21 +207,20 @@ class AdmissionController:
     @property
     def _unreservable_blocks(self) -> int:
         """Blocks that no soft reservation may use; the first one of an empty batch may use all."""
-        return self._watermark_blocks if len(self._batch) or len(self._soft_reservations) else 0
+        return self._watermark_blocks if len(self._batch) or len(self.soft_reservations) else 0
 
     @property
     def _can_unblock(self) -> bool:
         """Whether a blocked sequence may get a soft reservation now."""
-        return self.waiting.num_blocked > 0 and self._soft_reservations.has_new_capacity(
+        return self.waiting.num_blocked > 0 and self.soft_reservations.has_new_capacity(
             keep=self._unreservable_blocks
         )
 
     def _unblock_one(self, *, now: float) -> None:
         """Unblock one sequence, so that this round examines it; one at a time."""
         if self._unblocked is None:
-            self._unblocked = self.waiting.next_blocked(
-                now=now, before=self._soft_reservations.next_bypassed
-            )
+            bypassed = self.soft_reservations.next_bypassed
+            self._unblocked = self.waiting.next_blocked(now=now, before=bypassed)
             if self._unblocked is not None:
                 self._unblocked.unblock()
 
@@ -247,20 +233,15 @@ class AdmissionController:
 
     def _has_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
         """Whether the blocks of the whole prompt fit, missing images included."""
-        num_blocks = self._pool.blocks_for(sequence.num_tokens)
+        count = self._pool.blocks_for(sequence.num_tokens)
+        num_new, reserved = count - len(shared), sequence.reserved_blocks
+        if reserved:
+            return self._pool.can_take(num_new, shared=shared, reserved=reserved)
         pending = self.pending_transfers
-        if _is_for_peer(sequence) and not fits(
-            pending.num_blocks, num_blocks, maximum=pending.max_blocks
-        ):
+        if sequence.for_peer and not fits(pending.num_blocks, count, maximum=pending.max_blocks):
             return False
-        return self._pool.can_take(
-            num_blocks - len(shared),
-            shared=shared,
-            reserved=sequence.reserved_blocks,
-            keep=0
-            if sequence.reserved_blocks
-            else self._watermark + self._soft_reservations.withheld_from(sequence),
-        )
+        keep = self._watermark + self.soft_reservations.withheld_from(sequence)
+        return self._pool.can_take(num_new, shared=shared, keep=keep)
 
     def _soft_reserve(self, sequence: Sequence, shared: list[int]) -> bool:
         """Make a soft reservation, if the sequence's blocks fit beside all others."""
@@ -268,31 +249,22 @@ class AdmissionController:
         if not sequence.reserved_blocks:
             count = self._pool.blocks_for(sequence.num_tokens) - len(shared)
             num_blocks = self._pool.cost(count, shared=shared)
-        return self._soft_reservations.reserve(sequence, num_blocks, keep=self._unreservable_blocks)
-
-    def _raise(self, sequence: Sequence) -> None:
-        """Raise an aged sequence to the top running priority: it is not preempted at once."""
-        sequence.aged_priority = self._batch.top_priority(least=MIN_PRIORITY)
+        return self.soft_reservations.reserve(sequence, num_blocks, keep=self._unreservable_blocks)
 
     def _enter(self, sequence: Sequence, shared: list[int], *, reason: AdmissionReason) -> None:
-        if reason is AdmissionReason.AGED:
-            self._raise(sequence)
+        if reason is AdmissionReason.AGED:  # it is not preempted at once
+            sequence.aged_priority = self._batch.top_priority(least=MIN_PRIORITY)
         needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
         blocks = self._pool.take(needed, shared=shared, reserved=sequence.reserved_blocks)
         assert blocks is not None, "can_take said that the blocks fit"
         sequence.blocks = shared + blocks
-        self._soft_reservations.discard(sequence)
-        if _is_for_peer(sequence):
+        self.soft_reservations.discard(sequence)
+        if sequence.for_peer and not sequence.reserved_blocks:  # else it decodes here
             self.pending_transfers.admit(sequence)
         sequence.reserved_blocks, sequence.num_bypassed = 0, 0
         sequence.num_computed_tokens = len(shared) * self._pool.block_size
         sequence.num_cached_tokens = sequence.num_computed_tokens
         self._batch.add(sequence)
-
-
-def _is_for_peer(sequence: Sequence) -> bool:
-    """Whether a peer reads its KV; a sequence with reserved blocks decodes here."""
-    return sequence.for_peer and not sequence.reserved_blocks
 
 
 class SoftReservations:
@@ -323,11 +295,7 @@ class SoftReservations:
         return bypassed if bypassed is not None and self._is_bypassed(bypassed) else None
 
     def has_new_capacity(self, *, keep: int) -> bool:
-        """Whether a refused sequence may be granted a reservation now.
-
-        Args:
-            keep: blocks that no reservation may use.
-        """
+        """Whether a refused sequence may get a reservation now; none may use `keep` blocks."""
         return not self._reserved or self._num_unreserved(keep) > self._refused_at
 
     def reserve(self, sequence: Sequence, num_blocks: int, *, keep: int) -> bool:

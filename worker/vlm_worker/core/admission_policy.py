@@ -24,12 +24,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import operator
 from collections.abc import Mapping
 from typing import Final, Self
 
 from vlm_worker.core.sequence import Lane, Sequence
 from vlm_worker.core.waiting_queue import LazyHeap, WaitingQueue
 from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
+
+LANES: Final = tuple(Lane)  # iterating over an Enum class is slow
+
+MAX_UNFIT: Final = 2
+"""Candidates of one lane that do not fit in one round; then the other lane is next."""
+
+_arrival = operator.attrgetter("arrival")
 
 
 class AdmissionReason(enum.StrEnum):
@@ -72,35 +80,23 @@ def lane_quotas(
 ) -> tuple[LaneQuota, LaneQuota]:
     """The quotas of one round of `dual_queue`.
 
-    Args:
-        backlog: sequences of each lane that could be admitted.
-        settings: the bounds.
-        last_first: the lane that went first in the last round that admitted a sequence.
+    `backlog` has the sequences of each lane that could be admitted. `last_first` is the lane that
+    went first in the last round that admitted a sequence.
     """
-    backed_up = [lane for lane, num in backlog.items() if num > 2 * lane_bound(settings, lane)]
-    first = backed_up[0] if len(backed_up) == 1 else _other(last_first)
-    second = _other(first)
-    half = max(lane_bound(settings, second) // 2, 1)
+    bounds = {lane: lane_bound(settings, lane) for lane in LANES}
+    backed_up = [lane for lane, num in backlog.items() if num > 2 * bounds[lane]]
+    [first] = backed_up if len(backed_up) == 1 else set(LANES) - {last_first}
+    [second] = set(LANES) - {first}
+    half = {lane: max(bound // 2, 1) for lane, bound in bounds.items()}
     if backed_up:
         return (
-            LaneQuota(first, lane_bound(settings, first), AdmissionReason.BACKLOG),
-            LaneQuota(second, half, AdmissionReason.FILLING),
+            LaneQuota(first, bounds[first], AdmissionReason.BACKLOG),
+            LaneQuota(second, half[second], AdmissionReason.FILLING),
         )
     return (
-        LaneQuota(first, max(lane_bound(settings, first) // 2, 1), AdmissionReason.BALANCED),
-        LaneQuota(second, half, AdmissionReason.BALANCED),
+        LaneQuota(first, half[first], AdmissionReason.BALANCED),
+        LaneQuota(second, half[second], AdmissionReason.BALANCED),
     )
-
-
-def _other(lane: Lane) -> Lane:
-    return Lane.TEXT if lane is Lane.VISION else Lane.VISION
-
-
-MAX_UNFIT: Final = 2
-"""Candidates of one lane that do not fit in one round; then the other lane is next."""
-
-
-LANES: Final = tuple(Lane)  # iterating over an Enum class is slow
 
 
 class AdmissionQueue:
@@ -118,8 +114,10 @@ class AdmissionQueue:
         self.num_tokens = 0
         self.num_changes = 0
         self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
-        self._lanes = _lanes(settings)
-        self._queues = tuple(dict.fromkeys(self._lanes.values()))
+        self._queues: tuple[WaitingQueue[Sequence], ...] = (_queue(settings),)
+        if settings.policy is AdmissionPolicy.DUAL_QUEUE:
+            self._queues += (_queue(settings),)
+        self._lanes = {lane: self._queues[i % len(self._queues)] for i, lane in enumerate(LANES)}
         self._reserved: LazyHeap[Sequence] = LazyHeap()
         self._awaiting: LazyHeap[Sequence] = LazyHeap()
         self._blocked = _queue(settings)
@@ -165,9 +163,6 @@ class AdmissionQueue:
         self._out(sequence)
         self._put(sequence)
 
-    def begin_round(self, *, now: float) -> AdmissionRound:
-        return AdmissionRound(self, now=now)
-
     # ---- for rounds ------------------------------------------------------------------------------
 
     def _put(self, sequence: Sequence) -> None:
@@ -204,7 +199,7 @@ class AdmissionRound:
     def __init__(self, waiting: AdmissionQueue, *, now: float) -> None:
         self._waiting = waiting
         self._now = now
-        self._entered = dict.fromkeys(LANES, 0)
+        self._admitted = dict.fromkeys(LANES, 0)
         self._seen: list[Sequence] = []
         self._reason = AdmissionReason.ORDER
         self._quotas: tuple[LaneQuota, ...] = ()
@@ -234,7 +229,7 @@ class AdmissionRound:
         """Admit the last candidate: it leaves the queue; returns why it was chosen."""
         assert self._seen[-1] is sequence
         self._seen.pop()
-        self._entered[sequence.lane] += 1
+        self._admitted[sequence.lane] += 1
         self._waiting._forget(sequence)
         self._waiting.num_admitted[self._reason] += 1
         if self._reason in {quota.reason for quota in self._quotas}:
@@ -271,18 +266,8 @@ class AdmissionRound:
         return sum(sequence.lane is lane and not sequence.is_blocked for sequence in self._seen)
 
     def _has_quota(self, lane: Lane, bound: int) -> bool:
-        return self._entered[lane] < bound
-
-
-def _lanes(settings: AdmissionSettings) -> dict[Lane, WaitingQueue[Sequence]]:
-    if settings.policy is AdmissionPolicy.FCFS:
-        return dict.fromkeys(LANES, _queue(settings))
-    return {lane: _queue(settings) for lane in LANES}
+        return self._admitted[lane] < bound
 
 
 def _queue(settings: AdmissionSettings) -> WaitingQueue[Sequence]:
     return WaitingQueue(ageing_seconds=settings.ageing_seconds)
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival

@@ -29,17 +29,23 @@ class BatchBuilder:
         self._positions: np.ndarray | None = None  # [P, size]; P is known with the first sequence
         self._arange64 = np.arange(self._size + 1, dtype=np.int64)
         self._arange32 = np.arange(self._size + 1, dtype=np.int32)
-        self._known: tuple[DecodeColumns, StepInputs] | None = None
+        self._last: tuple[DecodeColumns, StepInputs] | None = None
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The input arrays of one step; valid until the next call."""
         if plan.num_decodes == len(plan):
             return self._build_decodes(self._batch.decode_columns_of(plan.decodes))
         batch, num_decodes, num_rows = self._batch, plan.num_decodes, len(plan)
-        positions = self._position_buffer(plan)
+        if self._positions is None:
+            first = batch.members(plan.rows[:1])[0]
+            self._positions = np.zeros((first.positions.shape[0], self._size), np.int64)
+        positions = self._positions
         context = batch.num_computed.take(plan.rows)
         if num_decodes:
-            self._fill_decodes(batch.decode_columns_of(plan.decodes), positions)
+            columns = batch.decode_columns_of(plan.decodes)
+            self._ids[:num_decodes] = columns.token_ids
+            positions[:, :num_decodes] = columns.positions
+            self._slots[:num_decodes] = columns.slots
         image_rows: list[ImageRows] = []
         spans: list[tuple[tuple[int, int], ...]] = [()] * num_rows
         query_start = np.zeros(num_rows + 1, np.int32)
@@ -50,7 +56,7 @@ class BatchBuilder:
             assert sequence is not None
             start, at = int(context[s]), int(query_start[s])
             self._fill_chunk(sequence, start, int(plan.counts[s]), at, positions)
-            image_rows += rows_of_images(sequence, start, int(plan.counts[s]), at)
+            image_rows += _image_rows_of(sequence, start, int(plan.counts[s]), at)
             if self._whole_images:
                 spans[s] = tuple((item.offset, item.end) for item in sequence.items)
         width = int(batch.num_blocks.take(plan.rows).max())
@@ -69,7 +75,7 @@ class BatchBuilder:
 
     def _build_decodes(self, columns: DecodeColumns) -> StepInputs:
         """The inputs of a step of decodes only: views of the columns, cached while they stay."""
-        inputs = self._known[1] if self._known and self._known[0] is columns else None
+        inputs = self._last[1] if self._last and self._last[0] is columns else None
         if inputs is None:
             count = len(columns.rows)
             inputs = StepInputs(
@@ -86,18 +92,12 @@ class BatchBuilder:
             )
         if inputs.block_table is not columns.block_table:
             inputs = dataclasses.replace(inputs, block_table=columns.block_table)
-        self._known = columns, inputs
+        self._last = columns, inputs
         if self._batch.logit_edits:
             edited = self._edited(columns.rows)
             sampling = dataclasses.replace(inputs.sampling, edited=edited)
             return dataclasses.replace(inputs, sampling=sampling)
         return inputs
-
-    def _fill_decodes(self, columns: DecodeColumns, positions: np.ndarray) -> None:
-        count = len(columns.rows)
-        self._ids[:count] = columns.token_ids
-        positions[:, :count] = columns.positions
-        self._slots[:count] = columns.slots
 
     def _fill_chunk(
         self, sequence: Sequence, start: int, count: int, at: int, positions: np.ndarray
@@ -113,13 +113,6 @@ class BatchBuilder:
         )
         blocks = batch.block_table[row, index // block_size].astype(np.int64)
         self._slots[at : at + count] = blocks * block_size + index % block_size
-
-    def _position_buffer(self, plan: StepPlan) -> np.ndarray:
-        if self._positions is None:
-            sequence = self._batch.sequences[plan.rows[0]]
-            assert sequence is not None
-            self._positions = np.zeros((sequence.positions.shape[0], self._size), np.int64)
-        return self._positions
 
     def _sampling(self, rows: np.ndarray, *, indices: np.ndarray | None = None) -> SampleParams:
         """The sampling parameters of rows; `indices` are the tokens' indices in their answers."""
@@ -138,25 +131,21 @@ class BatchBuilder:
 
     def _edited(self, rows: np.ndarray) -> tuple[EditedRow, ...]:
         """The sampled rows whose logits are edited, each with its known tokens."""
-        batch, found = self._batch, []
+        batch, edited = self._batch, []
         if not batch.logit_edits:
             return ()
         for at, row in enumerate(rows.tolist()):
             edits = batch.logit_edits.get(row)
             if edits is not None:
                 known = batch.token_ids[row, : batch.num_tokens[row]]
-                found.append(EditedRow(at, edits, known, int(batch.num_prompt[row])))
-        return tuple(found)
+                edited.append(EditedRow(at, edits, known, int(batch.num_prompt[row])))
+        return tuple(edited)
 
 
-def rows_of_images(sequence: Sequence, start: int, count: int, at: int) -> list[ImageRows]:
-    """The embedding rows that the chunk `[start, start + count)` reads.
+def _image_rows_of(sequence: Sequence, start: int, count: int, at: int) -> list[ImageRows]:
+    """The embedding rows that the chunk `[start, start + count)` of a sequence reads.
 
-    Args:
-        sequence: must have the embeddings of all images in the chunk.
-        start: index of the chunk's first token in the sequence.
-        count: tokens of the chunk.
-        at: packed position of the chunk's first token.
+    `at` is the packed position of its first token. The embeddings of all its images are here.
     """
     rows = []
     for number, item in enumerate(sequence.items):

@@ -11,52 +11,27 @@ cap. Then the rest goes to the prompts that the cap limited, in the same order.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence as Seq
-from typing import Any
-
 from vlm_worker.core.sequence import Sequence
-from vlm_worker.types import ImageItem
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """`size` tokens; if a missing embedding ends the chunk, `missing` is the index of its item."""
+def chunk_of(
+    sequence: Sequence, start: int, *, budget: int, whole_images: bool
+) -> tuple[int, bool]:
+    """The tokens of the chunk at `start`, and whether a missing embedding ends it.
 
-    size: int
-    missing: int | None = None
-
-
-def next_chunk(
-    start: int,
-    remaining: int,
-    *,
-    budget: int,
-    items: Seq[ImageItem],
-    embeddings: Seq[Any],
-    whole_images: bool,
-) -> Chunk:
-    """Choose the chunk `[start, start + size)`.
-
-    Args:
-        start: tokens computed so far.
-        remaining: tokens to compute.
-        budget: remaining tokens of the step.
-        items: images of the sequence, in order.
-        embeddings: per item, its embedding or None.
-        whole_images: an image, or the rest of it, runs in one chunk.
+    With `whole_images`, an image, or the rest of it, runs in one chunk.
     """
-    size = min(remaining, budget)
-    for number, item in enumerate(items):
+    size = min(sequence.num_tokens - start, budget)
+    for item, embedding in zip(sequence.items, sequence.embeddings, strict=True):
         if item.offset >= start + size:
             break
         if item.end <= start:
             continue
-        if embeddings[number] is None:
-            return Chunk(max(item.offset - start, 0), missing=number)
+        if embedding is None:
+            return max(item.offset - start, 0), True
         if whole_images and item.end > start + size:
-            return Chunk(max(item.offset - start, 0))
-    return Chunk(size)
+            return max(item.offset - start, 0), False
+    return size, False
 
 
 class TokenBudget:
@@ -83,13 +58,13 @@ class TokenBudget:
         """
         if sequence.is_blocked or not self.remaining:
             return 0
-        chunk = self._chunk(sequence, start, min(self.remaining, self._cap))
-        if not chunk.size and chunk.missing is None and self._cap < self.remaining:
-            chunk = self._chunk(sequence, start, self.remaining)
-        if not chunk.size and chunk.missing is not None:
-            sequence.block()
+        size, is_missing = self._chunk(sequence, start, min(self.remaining, self._cap))
+        if not size and not is_missing and self._cap < self.remaining:
+            size, is_missing = self._chunk(sequence, start, self.remaining)
+        if not size and is_missing:
+            sequence.is_blocked = True
             self.blocked_on_embedding.append((sequence, start))
-        return chunk.size
+        return size
 
     def take(self, sequence: Sequence, start: int, count: int) -> None:
         """Assign a chunk of `count` tokens from `start` to the sequence."""
@@ -104,16 +79,9 @@ class TokenBudget:
             if not self.remaining:
                 return
             sequence, count = self.chunks[index]
-            size = self._chunk(sequence, start, count + self.remaining).size
+            size, _ = self._chunk(sequence, start, count + self.remaining)
             self.chunks[index] = sequence, size
             self.remaining -= size - count
 
-    def _chunk(self, sequence: Sequence, start: int, budget: int) -> Chunk:
-        return next_chunk(
-            start,
-            sequence.num_tokens - start,
-            budget=budget,
-            items=sequence.items,
-            embeddings=sequence.embeddings,
-            whole_images=self._whole_images,
-        )
+    def _chunk(self, sequence: Sequence, start: int, budget: int) -> tuple[int, bool]:
+        return chunk_of(sequence, start, budget=budget, whole_images=self._whole_images)

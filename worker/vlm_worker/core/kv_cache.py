@@ -83,9 +83,6 @@ class BlockPool:
             shared: blocks of a prefix hit, from `match` in the same turn.
             reserved: size of the caller's reservation, which this call ends.
             keep: blocks that must stay available afterwards.
-
-        Returns:
-            The new blocks, or None if they do not fit.
         """
         if not self.can_take(count, shared=shared, reserved=reserved, keep=keep):
             return None
@@ -171,8 +168,8 @@ class BlockPool:
         assert 0 <= self.num_reserved <= self.num_free, "more is reserved than there is"
         assert NULL_BLOCK not in self._free
         assert self._ref[NULL_BLOCK] == 0
-        known = {h: b for b, h in enumerate(self._hash_of) if h is not None}
-        assert known == self._block_of, "the prefix index and the blocks' hashes disagree"
+        blocks = {h: b for b, h in enumerate(self._hash_of) if h is not None}
+        assert blocks == self._block_of, "the prefix index and the blocks' hashes disagree"
 
     def _acquire(self, block: int) -> None:
         if self._ref[block] == 0:
@@ -192,7 +189,7 @@ class BlockPool:
         return block
 
 
-def root_hash(cache_salt: bytes, adapter: bytes = b"") -> bytes:
+def root_hash(cache_salt: bytes, adapter: bytes) -> bytes:
     """The parent of a chain's first block: 32 bytes that separate tenants and adapters."""
     digest = hashlib.sha256(b"triptych/prefix/2")
     for field in (cache_salt, adapter):
@@ -204,13 +201,10 @@ def root_hash(cache_salt: bytes, adapter: bytes = b"") -> bytes:
 def hash_block(
     parent: bytes, token_ids: np.ndarray, items: Sequence[ImageItem], *, start: int
 ) -> bytes:
-    """The hash of one full block.
+    """The hash of the full block that begins at token `start`.
 
-    Args:
-        parent: 32 bytes, the hash of the block before it, or the root_hash.
-        token_ids: the block's tokens, int32 `[block_size]`, C-contiguous.
-        items: the sequence's images, in order; those outside the block are ignored.
-        start: index of the block's first token in the sequence.
+    `parent` is the hash of the block before it, or the root_hash. `token_ids` are the block's:
+    int32 `[block_size]`, C-contiguous. `items` are all images of the sequence, in order.
     """
     digest = hashlib.sha256(parent)
     digest.update(len(token_ids).to_bytes(4, "little"))
@@ -230,27 +224,19 @@ def hash_block(
 def extend_hash_chain(
     hashes: list[bytes],
     token_ids: np.ndarray,
-    items: Sequence[ImageItem],
+    request: Request,
     *,
-    cache_salt: bytes,
-    adapter: bytes = b"",
     block_size: int,
     num_tokens: int,
 ) -> None:
     """Append to `hashes` until every full block of the first `num_tokens` has one.
 
-    Args:
-        hashes: the hashes of the first blocks; extended in place.
-        token_ids: int32, at least the first `num_tokens` tokens of the sequence.
-        items: the sequence's images, in order.
-        cache_salt: separates tenants.
-        adapter: separates weights.
-        block_size: tokens per block.
-        num_tokens: tokens whose full blocks are hashed.
+    `token_ids` is int32: at least these tokens of the sequence that answers `request`.
     """
+    items = request.items
     for index in range(len(hashes), num_tokens // block_size):
         start = index * block_size
-        parent = hashes[-1] if hashes else root_hash(cache_salt, adapter)
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.adapter)
         block = token_ids[start : start + block_size]
         near = items if items and items[-1].end > start else ()
         hashes.append(hash_block(parent, block, near, start=start))

@@ -31,10 +31,7 @@ class Lease:
     """One lease of a peer. Times are in seconds on the clock of `now`.
 
     Attributes:
-        owner: the request and attempt that the lease belongs to.
-        deadline: the lease expires at this time.
         item: index of the image whose embedding it keeps; None for KV.
-        granted: the time of the grant.
         renewed: the time of the last renewal, or None.
         ends: no renewal moves the deadline beyond it.
     """
@@ -80,11 +77,9 @@ class LeaseTable:
         self._leases: dict[str, Lease] = {}
 
     def __len__(self) -> int:
-        """Number of leases of all kinds."""
         return len(self._leases)
 
     def count(self, kind: LeaseKind) -> int:
-        """Number of leases of one kind."""
         return sum(lease.kind is kind for lease in self._leases.values())
 
     def get(self, lease_id: str) -> Lease | None:
@@ -100,35 +95,27 @@ class LeaseTable:
         kind: LeaseKind = LeaseKind.HELD,
         item: int | None = None,
     ) -> Lease:
-        """Add a lease.
-
-        Raises:
-            ValueError: the id exists; its data would never be freed.
-        """
+        """Add a lease. Raises ValueError if the id exists: its data would never be freed."""
         if lease_id in self._leases:
             raise ValueError(f"lease {lease_id!r} is held already")
         ends = now + self._lifetimes[kind]
         deadline = min(now + self._seconds[kind], ends)
         lease = Lease(lease_id, owner, kind, deadline, item, granted=now, ends=ends)
-        self._leases[lease_id] = lease
-        return lease
+        return self._leases.setdefault(lease_id, lease)
 
     def renew(self, lease_ids: Iterable[str], *, now: float) -> list[str]:
-        """Extend deadlines, at most to `Lease.ends`.
+        """Extend deadlines, at most to `Lease.ends`; returns the ids that were not renewed.
 
         Expired and quarantined leases are not renewed, even if they were not swept yet.
-
-        Returns:
-            The ids that were not renewed.
         """
         gone = []
         for lease_id in lease_ids:
             lease = self._leases.get(lease_id)
             if lease is None or lease.kind is LeaseKind.QUARANTINED or lease.deadline <= now:
                 gone.append(lease_id)
-            else:
-                deadline = min(max(lease.deadline, now + self._seconds[lease.kind]), lease.ends)
-                self._leases[lease_id] = dataclasses.replace(lease, deadline=deadline, renewed=now)
+                continue
+            deadline = min(max(lease.deadline, now + self._seconds[lease.kind]), lease.ends)
+            self._leases[lease_id] = dataclasses.replace(lease, deadline=deadline, renewed=now)
         return gone
 
     def quarantine(self, lease_id: str, *, now: float) -> bool:
@@ -136,11 +123,10 @@ class LeaseTable:
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
-        if lease.kind is not LeaseKind.QUARANTINED:
-            deadline = now + self._seconds[LeaseKind.QUARANTINED]
-            self._leases[lease_id] = dataclasses.replace(
-                lease, kind=LeaseKind.QUARANTINED, deadline=deadline
-            )
+        kind = LeaseKind.QUARANTINED
+        if lease.kind is not kind:
+            deadline = now + self._seconds[kind]
+            self._leases[lease_id] = dataclasses.replace(lease, kind=kind, deadline=deadline)
         return True
 
     def restore(self, lease: Lease, *, now: float) -> None:

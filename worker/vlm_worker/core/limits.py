@@ -44,7 +44,6 @@ _TEXTS: Final = {
     QueueLimit.EMBEDDINGS: "{used} bytes of embeddings are queued or held, {maximum} may be",
 }
 
-
 _STRICT: Final = frozenset({QueueLimit.REQUESTS, QueueLimit.IMAGES, QueueLimit.EMBEDDINGS})
 
 

@@ -19,12 +19,12 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
 
-from vlm_worker.core.sequence import Sequence as ModelSequence
+from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.step_time import StepTimeModel
 from vlm_worker.types import KVLayout, Modality
 
@@ -44,16 +44,6 @@ class BusyTime:
     items: int = 0
     units: int = 0
     squares: float = 0.0
-
-    def plus(self, seconds: float, calls: int, items: int, units: int, squares: float) -> BusyTime:
-        """The sums with one measurement added."""
-        return BusyTime(
-            self.seconds + seconds,
-            self.calls + calls,
-            self.items + items,
-            self.units + units,
-            self.squares + squares,
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,19 +88,11 @@ class BusyTimeCounter:
         share = self._prefill_share(num_tokens, work.num_decodes)
         if num_tokens:
             squares = float((work.chunks * (work.before + work.chunks / 2)).sum())
-            self._add(
-                WorkKind.PREFILL,
-                seconds * share,
-                len(work.chunks),
-                work.num_prompts,
-                num_tokens,
-                squares,
-            )
+            counts = len(work.chunks), work.num_prompts, num_tokens
+            self._add(WorkKind.PREFILL, seconds * share, *counts, squares)
         if work.num_decodes:
-            squares = float(work.kv_tokens) ** 2
-            self._add(
-                WorkKind.DECODE, seconds * (1 - share), 1, work.num_decodes, work.kv_tokens, squares
-            )
+            counts = 1, work.num_decodes, work.kv_tokens
+            self._add(WorkKind.DECODE, seconds * (1 - share), *counts, float(work.kv_tokens) ** 2)
         if not work.num_decodes:
             self._alone[WorkKind.PREFILL].observe(num_tokens, seconds)
         elif not num_tokens:
@@ -129,8 +111,13 @@ class BusyTimeCounter:
     def _add(
         self, kind: WorkKind, seconds: float, calls: int, items: int, units: int, squares: float
     ) -> None:
-        self._sums[kind] = self._sums.get(kind, BusyTime()).plus(
-            seconds, calls, items, units, squares
+        sums = self._sums.get(kind, BusyTime())
+        self._sums[kind] = BusyTime(
+            sums.seconds + seconds,
+            sums.calls + calls,
+            sums.items + items,
+            sums.units + units,
+            sums.squares + squares,
         )
 
 
@@ -159,35 +146,29 @@ class Histogram:
     """Counts values in buckets. Its owner is its only writer."""
 
     def __init__(self, edges: Iterable[float]) -> None:
-        self._edges = sorted({rounded(edge) for edge in edges})
+        self._edges = sorted({_rounded(edge) for edge in edges})
         self._counts = [0] * (len(self._edges) + 1)
         self._total = 0.0
 
     def add(self, size: float) -> None:
-        """Count one value."""
         self._counts[bisect.bisect_left(self._edges, size)] += 1
         self._total += size
 
     def regroup(self, edges: Iterable[float]) -> None:
         """Replace the edges; old counts move to the first new edge at or above their own."""
         old_edges, old_counts = self._edges, self._counts
-        self._edges = sorted({rounded(edge) for edge in edges})
+        self._edges = sorted({_rounded(edge) for edge in edges})
         self._counts = [0] * (len(self._edges) + 1)
         self._counts[-1] = old_counts[-1]
         for edge, count in zip(old_edges, old_counts[:-1], strict=True):
             self._counts[bisect.bisect_left(self._edges, edge)] += count
 
     @property
-    def edges(self) -> Sequence[float]:
-        """Upper edges, ascending; larger values are counted, too."""
-        return self._edges
-
-    @property
     def buckets(self) -> Buckets:
         return Buckets(tuple(self._edges), tuple(self._counts), self._total)
 
 
-def rounded(edge: float) -> float:
+def _rounded(edge: float) -> float:
     """An edge at the precision of its text form, so that two edges never have the same label."""
     return float(f"{edge:g}")
 
@@ -205,8 +186,7 @@ class KVUsage:
             modality: Histogram(KV_BYTES_EDGES) for modality in (Modality.TEXT, Modality.IMAGE)
         }
 
-    def add(self, sequence: ModelSequence) -> None:
-        """Count a sequence that ended."""
+    def add(self, sequence: Sequence) -> None:
         if self._layout is None:
             return
         modality = Modality.IMAGE if sequence.items else Modality.TEXT

@@ -82,12 +82,12 @@ class ConfigFields:
     def counts(self, name: str, *, least: int = 1) -> tuple[int, ...]:
         """An integer of at least `least`, or a list of them; required."""
         value = self._values.get(name)
-        found = value if isinstance(value, list) else [value]
-        if any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in found):
+        counts = value if isinstance(value, list) else [value]
+        if any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in counts):
             raise self.error(
                 name, f"must be an integer of at least {least} or a list of them, not {value!r}"
             )
-        return tuple(found)
+        return tuple(counts)
 
     def number(self, name: str, default: float) -> float:
         """A positive number."""
@@ -112,8 +112,8 @@ class ConfigFields:
     def must_be(self, name: str, *built: object) -> None:
         """Raise ModelConfigError unless the field is absent or has a supported value."""
         if name in self._values and self._values[name] not in built:
-            known = " or ".join("null" if value is None else repr(value) for value in built)
-            raise self.error(name, f"is {self._values[name]!r}; only {known} is built")
+            supported = " or ".join("null" if value is None else repr(value) for value in built)
+            raise self.error(name, f"is {self._values[name]!r}; only {supported} is built")
 
     def error(self, name: str, problem: str) -> ModelConfigError:
         """Make an error about one field."""

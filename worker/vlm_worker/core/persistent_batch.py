@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence as Seq
+import operator
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_values import LogitEdits, sampling_columns
 
 NO_TOKEN = -1
+
+_arrival = operator.attrgetter("arrival")
 
 
 class PersistentBatch:
@@ -123,14 +125,14 @@ class PersistentBatch:
         if self._decode_columns is None:
             decode = (~self.prefilling[self._running_rows]).tolist()
             members = list(itertools.compress(self.running, decode))
-            self._decode_columns = self._gather(self.decode_rows, members)
+            self._decode_columns = DecodeColumns(self, self.decode_rows, members)
         return self._decode_columns
 
     def decode_columns_of(self, rows: np.ndarray) -> DecodeColumns:
         """The columns of `decode_rows`, or of some of these rows."""
         if rows is self._decode_rows:
             return self.decode_columns
-        return self._gather(rows, self.members(rows))
+        return DecodeColumns(self, rows, self.members(rows))
 
     @property
     def prompts(self) -> list[Sequence]:
@@ -147,12 +149,8 @@ class PersistentBatch:
     def members(self, rows: np.ndarray) -> list[Sequence]:
         return [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
 
-    def add(self, sequence: Sequence) -> int:
-        """Copy a sequence's fields to a free row, and make it RUNNING.
-
-        Returns:
-            The row.
-        """
+    def add(self, sequence: Sequence) -> None:
+        """Copy a sequence's fields to a free row, and make it RUNNING."""
         row = self._free_rows.pop()
         request, sampling = sequence.request, sequence.request.sampling
         prefilling = sequence.status is Status.WAITING
@@ -181,7 +179,6 @@ class PersistentBatch:
         if edits is not None:
             self.logit_edits[row] = edits
         self._members_changed(prefilling=prefilling)
-        return row
 
     def remove(self, sequence: Sequence) -> None:
         """Free a sequence's row, and write its tokens and counts back to its fields."""
@@ -213,24 +210,20 @@ class PersistentBatch:
         self.num_blocks[rows] = count + 1
         for place, block in zip(at.tolist(), blocks, strict=True):
             columns.members[place].blocks.append(block)
-        table, width = columns.block_table, int(count.max()) + 1
-        if width > table.shape[1]:
-            table = self.block_table[:, :width][columns.rows]
+        width = int(count.max()) + 1
+        if width > columns.block_table.shape[1]:
+            columns.block_table = self.block_table[:, :width][columns.rows]
         else:
-            table[at, count] = blocks
-        columns.append_blocks(at, blocks, table)
+            columns.block_table[at, count] = blocks
+        columns.capacity[at] += self.block_size
+        columns.slots[at] = np.array(blocks, np.int64) * self.block_size
 
     def advance(
         self, columns: DecodeColumns, token_ids: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record that all sequences of `columns` computed one token and sampled the next.
 
-        Args:
-            columns: from `decode_columns_of`.
-            token_ids: int64 [D], the sampled tokens.
-
-        Returns:
-            See `DecodeColumns.advance`.
+        `token_ids` is int64 [D]. Returns as `DecodeColumns.advance`.
         """
         if columns is not self._decode_columns:  # the other decoding rows do not advance
             self._decode_columns = None
@@ -246,8 +239,7 @@ class PersistentBatch:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Append a sampled token to rows whose prompt this step completed.
 
-        Returns:
-            See `DecodeColumns.advance`.
+        Returns as `DecodeColumns.advance`.
         """
         num_tokens = self.num_tokens[rows]
         self.token_ids[rows, num_tokens] = token_ids
@@ -255,9 +247,9 @@ class PersistentBatch:
         stopped = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         return stopped, num_tokens + 1 >= self.limit[rows]
 
-    def end_prefill(self, row: int) -> None:
-        """Let a row decode: all its known tokens are computed."""
-        self.prefilling[row] = False
+    def end_prefill(self, sequence: Sequence) -> None:
+        """Let a sequence decode: all its known tokens are computed."""
+        self.prefilling[sequence.row] = False
         self._members_changed(prefilling=False)
 
     def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
@@ -273,23 +265,6 @@ class PersistentBatch:
         if not prefilling:
             self._decode_rows = self._decode_columns = None
 
-    def _gather(self, rows: np.ndarray, members: list[Sequence]) -> DecodeColumns:
-        num_computed, num_blocks = self.num_computed.take(rows), self.num_blocks.take(rows)
-        width = int(num_blocks.max(initial=1))
-        return DecodeColumns(
-            rows,
-            members,
-            token_ids=self.token_ids[rows, num_computed],
-            num_computed=num_computed,
-            num_prompt=self.num_prompt.take(rows),
-            position_delta=self.position_delta.take(rows),
-            capacity=num_blocks * self.block_size,
-            block_table=self.block_table[:, :width][rows],
-            block_size=self.block_size,
-            limit=self.limit.take(rows),
-            stop_ids=self.stop_ids.take(rows, axis=0),
-        )
-
 
 def max_total_tokens(sequence: Sequence, *, max_model_len: int) -> int:
     """Tokens, prompt included, at which the answer ends with LENGTH."""
@@ -303,10 +278,6 @@ def stop_ids(sequence: Sequence, *, eos_token_ids: tuple[int, ...]) -> tuple[int
     return sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
-
-
 class DecodeColumns:
     """The columns of D sequences that decode. Only the PersistentBatch writes them.
 
@@ -316,79 +287,38 @@ class DecodeColumns:
         rows: int64 [D], rows of the PersistentBatch.
         members: the sequences; always the same list object.
         token_ids: int64 [D], the token that is not computed yet.
-        context_lens: int32 [D], tokens that have KV; `num_kv_tokens` is their sum.
+        num_computed: int64 [D], tokens that have KV; `context_lens` is the same in int32, and
+            `num_kv_tokens` is their sum.
+        indices: int64 [D], index of the next token in its answer.
+        slots: int64 [D], slot of the next token's KV; undefined while its block is missing.
+        positions: int64 [P, D], positions of the token that is not computed yet.
         capacity: int64 [D], tokens that the blocks hold.
         block_table: int32 [D, B] for the B blocks of the longest; replaced when B grows.
     """
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        members: list[Sequence],
-        *,
-        token_ids: np.ndarray,
-        num_computed: np.ndarray,
-        num_prompt: np.ndarray,
-        position_delta: np.ndarray,
-        capacity: np.ndarray,
-        block_table: np.ndarray,
-        block_size: int,
-        limit: np.ndarray,
-        stop_ids: np.ndarray,
-    ) -> None:
+    def __init__(self, batch: PersistentBatch, rows: np.ndarray, members: list[Sequence]) -> None:
         self.rows, self.members = rows, members
-        self.token_ids = token_ids.astype(np.int64)
+        num_computed, num_blocks = batch.num_computed.take(rows), batch.num_blocks.take(rows)
+        self.token_ids = batch.token_ids[rows, num_computed].astype(np.int64)
         self.context_lens = num_computed.astype(np.int32)
         self.num_kv_tokens = int(num_computed.sum())
-        self.capacity = capacity
-        self.block_table = block_table
-        self._block_size = block_size
-        self._ends_at = limit - 1  # the last token of an answer is never computed
-        self._stop_ids = np.ascontiguousarray(stop_ids.T)
-        index, offset = np.divmod(num_computed, block_size)
-        np.minimum(index, block_table.shape[1] - 1, out=index)  # if the next block is missing
-        blocks = block_table[np.arange(len(rows)), index].astype(np.int64)
+        self.capacity = num_blocks * batch.block_size
+        self.block_table = batch.block_table[:, : int(num_blocks.max(initial=1))][rows]
+        self._ends_at = batch.limit.take(rows) - 1  # the last token of an answer is never computed
+        self._stop_ids = np.ascontiguousarray(batch.stop_ids.take(rows, axis=0).T)
         num_axes = members[0].positions.shape[0] if members else 1
         self._counts = np.empty((3 + num_axes, len(rows)), np.int64)  # incremented by each step
+        self.num_computed: np.ndarray = self._counts[0]
+        self.indices: np.ndarray = self._counts[1]
+        self.slots: np.ndarray = self._counts[2]
+        self.positions = self._counts[3:]
         self.num_computed[:] = num_computed
-        np.subtract(num_computed + 1, num_prompt, out=self.indices)
-        np.add(blocks * block_size, offset, out=self.slots)
-        np.add(num_computed, position_delta, out=self.positions)
-
-    @property
-    def num_computed(self) -> np.ndarray:
-        """Int64 [D], tokens that have KV; `context_lens` is the same in int32."""
-        column: np.ndarray = self._counts[0]
-        return column
-
-    @property
-    def indices(self) -> np.ndarray:
-        """Int64 [D], index of the next token in its answer."""
-        column: np.ndarray = self._counts[1]
-        return column
-
-    @property
-    def slots(self) -> np.ndarray:
-        """Int64 [D], slot of the next token's KV; undefined while its block is missing."""
-        column: np.ndarray = self._counts[2]
-        return column
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Int64 [P, D], positions of the token that is not computed yet."""
-        return self._counts[3:]
-
-    def append_blocks(self, at: np.ndarray, blocks: Seq[int], block_table: np.ndarray) -> None:
-        """Append one block to each sequence at `at`, whose blocks are all full.
-
-        Args:
-            at: int64, indices into the columns.
-            blocks: one block for each of them.
-            block_table: int32 [D, B], the new table with these blocks.
-        """
-        self.block_table = block_table
-        self.capacity[at] += self._block_size
-        self.slots[at] = np.array(blocks, np.int64) * self._block_size
+        np.subtract(num_computed + 1, batch.num_prompt.take(rows), out=self.indices)
+        np.add(num_computed, batch.position_delta.take(rows), out=self.positions)
+        index, offset = np.divmod(num_computed, batch.block_size)
+        np.minimum(index, self.block_table.shape[1] - 1, out=index)  # if the next block is missing
+        blocks = self.block_table[np.arange(len(rows)), index].astype(np.int64)
+        np.add(blocks * batch.block_size, offset, out=self.slots)
 
     def advance(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Record that each sequence computed its token and sampled the next: int64 [D].

@@ -18,30 +18,17 @@ The container's memory limit must be at least the sum.
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from vlm_worker.metrics import GAUGE, Metric
 
 
-class MemoryPart(enum.StrEnum):
-    """One part; the label of `triptych_memory_declared_bytes`."""
-
-    WEIGHTS = "weights"
-    KV = "kv"
-    REQUESTS = "requests"
-    WORK = "work"
-    DECODERS = "decoders"
-    GATEWAY = "gateway"
-    CONNECTIONS = "connections"
-    PROCESS = "process"
-    KEPT = "kept"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes of host memory by part; the module docstring defines the parts."""
+    """Bytes of host memory by part; the module docstring defines the parts.
+
+    The fields are the labels of `triptych_memory_declared_bytes`.
+    """
 
     weights: int = 0
     kv: int = 0
@@ -55,21 +42,16 @@ class ProcessMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
         return sum(self.by_part().values())
 
-    def by_part(self) -> Mapping[MemoryPart, int]:
-        return {part: getattr(self, part.value) for part in MemoryPart}
+    def by_part(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
 
     def check(self, limit: int | None) -> None:
-        """Check the sum against the container's memory limit in bytes; None is unlimited.
-
-        Raises:
-            ValueError: the sum exceeds the limit; the message lists the parts.
-        """
+        """Raise ValueError if the sum exceeds the container's memory limit in bytes, if any."""
         if limit is None or self.total <= limit:
             return
-        parts = ", ".join(f"{part.value} {num_bytes}" for part, num_bytes in self.by_part().items())
+        parts = ", ".join(f"{part} {num_bytes}" for part, num_bytes in self.by_part().items())
         raise ValueError(
             f"this worker may take {self.total} bytes ({parts}), and the container's memory limit "
             f"is {limit}: raise the limit by {self.total - limit}, or lower --kv-memory-bytes, "

@@ -53,7 +53,6 @@ class MemoryBudget:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
         return self.uploads + self.images + self.embeddings + self.exposed
 
     def by_kind(self) -> Mapping[MemoryKind, int]:
@@ -70,19 +69,11 @@ def divide(
     least_uploads: int,
     least_images: int,
 ) -> MemoryBudget:
-    """Divide a process's request memory among the kinds.
+    """Divide the bytes of a process's request memory among the kinds.
 
-    Args:
-        total: bytes of all kinds; None is the sum of the defaults.
-        uploads: default; if a total is given, scaled in proportion to `images`.
-        images: default; if a total is given, scaled in proportion to `uploads`.
-        embeddings: fixed bytes.
-        exposed: fixed bytes.
-        least_uploads: bytes of uploads that one image needs.
-        least_images: bytes of images that one image needs.
-
-    Raises:
-        ValueError: the total is too small for one image; the message has the numbers.
+    `embeddings` and `exposed` are fixed. `uploads` and `images` are defaults: if there is a total,
+    they share the rest of it in the same proportion. One image needs `least_uploads` and
+    `least_images`. Raises ValueError if the total is too small for one image.
     """
     if total is None:
         return MemoryBudget(uploads, images, embeddings, exposed)
@@ -117,9 +108,9 @@ class UploadMemory:
 
     def has_capacity(self, num_bytes: int) -> bool:
         """Whether `num_bytes` fit now. Takes nothing, but counts a refusal."""
-        fits = self.used + num_bytes <= self.capacity
-        self.num_refused += not fits
-        return fits
+        has_capacity = self.used + num_bytes <= self.capacity
+        self.num_refused += not has_capacity
+        return has_capacity
 
     def take(self, num_bytes: int) -> bool:
         """Count received bytes; False if they do not fit: the caller must end the upload."""
@@ -129,7 +120,6 @@ class UploadMemory:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Release bytes that are no longer needed."""
         assert 0 <= num_bytes <= self.used
         self.used -= num_bytes
 
@@ -192,7 +182,7 @@ class ImageMemory:
         waits = self._small or self._large
         if waits or self.used + claim.num_bytes > self.capacity // 2 or not self._fits(claim):
             return False
-        self._grant(claim)
+        self._count(claim, claim.num_bytes)
         return True
 
     def wait(self, claim: Claim, *, num_images: int) -> bool:
@@ -201,27 +191,26 @@ class ImageMemory:
             self.num_refused += 1
             return False
         self.num_waiting += num_images
-        if claim.is_small:
-            self._small.append((claim, num_images))
-        else:
+        lane = self._small
+        if not claim.is_small:
             lane = self._large.setdefault(claim.tenant, collections.deque())
-            lane.append((claim, num_images))
+        lane.append((claim, num_images))
         return True
 
     def granted(self) -> list[Claim]:
         """Grant and return the claims that fit now, in order; called after every change."""
-        found = []
+        granted = []
         while self._large:
             tenant, lane = next(iter(self._large.items()))
             if not self._fits(lane[0][0]):
                 break
-            found.append(self._leave(lane))
+            granted.append(self._leave(lane))
             del self._large[tenant]
             if lane:  # one claim of each other tenant is next
                 self._large[tenant] = lane
         while self._small and self._fits(self._small[0][0]):
-            found.append(self._leave(self._small))
-        return found
+            granted.append(self._leave(self._small))
+        return granted
 
     def give_up(self, claim: Claim) -> None:
         """Remove a waiting claim from its lane."""
@@ -234,10 +223,7 @@ class ImageMemory:
 
     def release(self, claim: Claim) -> None:
         """Release a granted claim."""
-        if claim.is_small:
-            self._used_small -= claim.num_bytes
-        else:
-            self._used_large -= claim.num_bytes
+        self._count(claim, -claim.num_bytes)
         assert self._used_small >= 0
         assert self._used_large >= 0
 
@@ -252,11 +238,11 @@ class ImageMemory:
     def _leave(self, lane: collections.deque[tuple[Claim, int]]) -> Claim:
         claim, num_images = lane.popleft()
         self.num_waiting -= num_images
-        self._grant(claim)
+        self._count(claim, claim.num_bytes)
         return claim
 
-    def _grant(self, claim: Claim) -> None:
+    def _count(self, claim: Claim, num_bytes: int) -> None:
         if claim.is_small:
-            self._used_small += claim.num_bytes
+            self._used_small += num_bytes
         else:
-            self._used_large += claim.num_bytes
+            self._used_large += num_bytes

@@ -13,11 +13,7 @@ def validate_request(
 ) -> None:
     """Raise if a request could never run or would violate an invariant of the scheduler.
 
-    Args:
-        request: as received.
-        max_model_len: tokens of the longest sequence; the KV pool has blocks for at least one.
-        max_image_tokens: tokens of the largest image, if an image must fit in one chunk.
-        vocab_size: number of logits per token.
+    `max_image_tokens` is the size of the largest image if an image must fit in one chunk.
 
     Raises:
         ContextTooLongError: the prompt leaves no token for an answer, or an image exceeds a chunk;
@@ -32,7 +28,12 @@ def validate_request(
             param="num_prompt_tokens",
         )
     if num_tokens >= max_model_len:
-        raise ContextTooLongError(_too_long(request, max_model_len=max_model_len))
+        visual = sum(item.num_tokens for item in request.items)
+        parts = f", {visual} of them for {len(request.items)} image(s)" if request.items else ""
+        raise ContextTooLongError(
+            f"the prompt has {num_tokens} tokens{parts}; with at least one token of answer "
+            f"that exceeds the model's {max_model_len}"
+        )
     if not 0 <= min(request.token_ids) <= max(request.token_ids) <= MAX_TOKEN_ID:
         raise InvalidRequestError("token_ids must be between 0 and 2^31 - 1", param="token_ids")
     if request.sampling.max_tokens <= request.num_delivered_tokens:
@@ -54,15 +55,6 @@ def validate_reservation(num_tokens: int, *, max_model_len: int) -> None:
         raise ContextTooLongError(
             f"{num_tokens} tokens were to be reserved; max_model_len is {max_model_len}"
         )
-
-
-def _too_long(request: Request, *, max_model_len: int) -> str:
-    visual = sum(item.num_tokens for item in request.items)
-    parts = f", {visual} of them for {len(request.items)} image(s)" if request.items else ""
-    return (
-        f"the prompt has {len(request.token_ids)} tokens{parts}; with at least one token of answer "
-        f"that exceeds the model's {max_model_len}"
-    )
 
 
 def _check_items(request: Request, *, max_image_tokens: int | None) -> None:

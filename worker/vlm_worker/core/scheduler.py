@@ -27,11 +27,12 @@ import numpy as np
 from vlm_worker.core.admission import AdmissionController
 from vlm_worker.core.admission_policy import preemption_order
 from vlm_worker.core.chunks import TokenBudget
-from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.kv_cache import BlockPool, extend_hash_chain
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.sequence import Sequence, Status
-from vlm_worker.core.step_values import SampledOutput, SchedulerOutput, StepOutcome, StepPlan
+from vlm_worker.core.step_values import SchedulerOutput, StepOutcome, StepPlan
 from vlm_worker.settings import AdmissionSettings
+from vlm_worker.types import FinishReason
 
 
 class Scheduler:
@@ -98,21 +99,13 @@ class Scheduler:
         sequence.reserved_blocks, sequence.blocks = 0, []
         sequence.move(Status.FINISHED)
 
-    @property
-    def withheld_blocks(self) -> int:
-        """See `AdmissionController.withheld_blocks`."""
-        return self.admission.withheld_blocks
-
     def look_up(self, sequence: Sequence) -> int:
         """Hash the tokens of a new sequence, and publish the running answers that it may extend.
 
-        Returns:
-            `num_cached_tokens`.
+        Returns as `num_cached_tokens`.
         """
-        sequence.extend_hashes(
-            sequence.token_ids, num_tokens=sequence.num_tokens, block_size=self.pool.block_size
-        )
-        publish_answers_for(sequence, self.batch, self.pool)
+        self._extend_hashes(sequence, sequence.token_ids, num_tokens=sequence.num_tokens)
+        self._publish_answers_for(sequence)
         return self.num_cached_tokens(sequence)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
@@ -124,8 +117,7 @@ class Scheduler:
     def schedule(self, *, now: float) -> SchedulerOutput:
         """Choose the work of the next step, and take its blocks.
 
-        Args:
-            now: seconds on the clock of `Sequence.arrived_at`; never less than in the last call.
+        `now` is on the clock of `Sequence.arrived_at`, and never less than in the last call.
         """
         self.admission.admit_ready()
         preempted: list[Sequence] = []
@@ -157,28 +149,30 @@ class Scheduler:
 
     def update(self, plan: StepPlan, sampled: np.ndarray) -> StepOutcome:
         """Record a step. `sampled` is int64 [R], one token per sampled row, or `NOT_FINITE`."""
-        token_ids, failed = sampled.tolist(), []
-        if min(token_ids, default=0) < 0:
-            failed = self._fail(plan.sampled_rows[sampled < 0])
-            plan = plan.without({row for _, row in failed})
+        outcome = StepOutcome(token_ids=sampled.tolist())
+        if min(outcome.token_ids, default=0) < 0:
+            failed_rows = plan.sampled_rows[sampled < 0]
+            outcome.failed = self._fail(failed_rows)
+            plan = plan.without(set(failed_rows.tolist()))
             sampled = sampled[sampled >= 0]
-            token_ids = sampled.tolist()
-        output = self._decoded(plan, sampled[: plan.num_decodes])
-        prefilled: list[tuple[Sequence, int, int]] = []
+            outcome.token_ids = sampled.tolist()
+        if plan.num_decodes:
+            self._decoded(plan, sampled[: plan.num_decodes], outcome)
         if plan.num_decodes < len(plan):
-            firsts, prefilled = self._prefilled(plan, sampled[plan.num_decodes :])
-            output = output.concat(firsts)
-        outcome = StepOutcome(
-            sequences=output.sequences,
-            token_ids=token_ids,
-            indices=output.indices,
-            finished=output.finished,
-            held=[],
-            prefilled=prefilled,
-            failed=[sequence for sequence, _ in failed],
-        )
-        self._settle(outcome)
+            self._prefilled(plan, sampled[plan.num_decodes :], outcome)
+        for sequence, _ in outcome.finished:
+            self.remove(sequence)
+        for sequence, _, _ in outcome.prefilled:
+            if sequence.for_peer and sequence.row is not None and not self.is_prefilling(sequence):
+                self.batch.remove(sequence)
+                sequence.move(Status.HELD)
+                self.pending_transfers.hold(sequence)
+                outcome.held.append(sequence)
         return outcome
+
+    def is_prefilling(self, sequence: Sequence) -> bool:
+        """Whether it is in the batch and has prompt tokens to compute."""
+        return sequence.row is not None and bool(self.batch.prefilling[sequence.row])
 
     # ---- parts of schedule -----------------------------------------------------------------------
 
@@ -205,9 +199,24 @@ class Scheduler:
         return batch.decode_rows
 
     def _plan(self, decodes: np.ndarray, chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
-        """The plan of the step; the last plan is reused if only the same rows decode."""
-        if chunks or self._last_plan is None or self._last_plan.rows is not decodes:
-            self._last_plan = _plan_of(self.batch, decodes, chunks)
+        """One token for each of the rows `decodes`, and the chunks; None if there are neither.
+
+        The last plan is reused if only the same rows decode.
+        """
+        if not chunks and self._last_plan is not None and self._last_plan.rows is decodes:
+            return self._last_plan
+        ones = np.ones(len(decodes), np.int64)
+        if chunks:
+            rows = np.array([sequence.row for sequence, _ in chunks], np.int64)
+            rows = np.concatenate([decodes, rows])
+            counts = np.concatenate([ones, [count for _, count in chunks]])
+            samples = self.batch.num_computed[rows] + counts == self.batch.num_tokens[rows]
+            self._last_plan = StepPlan(rows, counts, samples, decodes)
+        elif len(decodes):
+            samples = np.ones(len(decodes), np.bool_)
+            self._last_plan = StepPlan(decodes, ones, samples, decodes)
+        else:
+            self._last_plan = None
         return self._last_plan
 
     def _take_one(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
@@ -242,150 +251,92 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Free the row of a sequence, and publish its answer before its blocks are freed."""
         self.batch.remove(sequence)
-        publish_answer(sequence, self.pool)
+        self._publish_answer(sequence, sequence.token_ids, end=sequence.num_computed_tokens)
 
     # ---- parts of update -------------------------------------------------------------------------
 
-    def _fail(self, rows: np.ndarray) -> list[tuple[Sequence, int]]:
+    def _fail(self, rows: np.ndarray) -> list[Sequence]:
         """End the sequences whose logits were not finite, and remove their KV from the cache."""
-        failed = []
-        for row in rows.tolist():
-            sequence = self.batch.sequences[row]
-            assert sequence is not None
+        failed = self.batch.members(rows)
+        for sequence in failed:
             blocks = sequence.blocks
             self.remove(sequence)
             self.pool.invalidate(blocks)
-            failed.append((sequence, row))
         return failed
 
-    def _decoded(self, plan: StepPlan, token_ids: np.ndarray) -> SampledOutput:
+    def _decoded(self, plan: StepPlan, token_ids: np.ndarray, outcome: StepOutcome) -> None:
         """Record the tokens of the decoding rows."""
-        if not plan.num_decodes:
-            return SampledOutput([], [], [])
         columns = self.batch.decode_columns_of(plan.decodes)
-        indices = columns.indices.tolist()
-        ends = self.batch.advance(columns, token_ids)
-        return SampledOutput.of(columns.members, indices, *ends)
+        outcome.sequences, outcome.indices = columns.members, columns.indices.tolist()
+        outcome.finished = _finished(columns.members, *self.batch.advance(columns, token_ids))
 
-    def _prefilled(
-        self, plan: StepPlan, token_ids: np.ndarray
-    ) -> tuple[SampledOutput, list[tuple[Sequence, int, int]]]:
-        """Record the chunks of prompts, and the first tokens of complete prompts.
+    def _prefilled(self, plan: StepPlan, token_ids: np.ndarray, outcome: StepOutcome) -> None:
+        """Record and publish the chunks of prompts, and the first tokens of complete prompts."""
+        batch, pool = self.batch, self.pool
+        rows, counts = plan.rows[plan.num_decodes :], plan.counts[plan.num_decodes :]
+        batch.num_computed[rows] += counts
+        for sequence, count in zip(batch.members(rows), counts.tolist(), strict=True):
+            end = int(batch.num_computed[sequence.row])
+            self._publish(sequence, batch.token_ids[sequence.row], start=end - count, end=end)
+            num_blocks = end // pool.block_size
+            if end == batch.num_tokens[sequence.row]:
+                num_blocks = pool.blocks_for(end)
+                batch.end_prefill(sequence)
+            outcome.prefilled.append((sequence, end, num_blocks))
+        rows = rows[plan.samples[plan.num_decodes :]]
+        sequences = batch.members(rows)
+        outcome.sequences = outcome.sequences + sequences  # the columns own the first list
+        outcome.indices += (batch.num_tokens[rows] - batch.num_prompt[rows]).tolist()
+        outcome.finished += _finished(sequences, *batch.append_tokens(rows, token_ids))
 
-        Returns:
-            The sampled tokens, and `StepOutcome.prefilled`.
+    # ---- publishing to the prefix cache ----------------------------------------------------------
+
+    def _publish_answers_for(self, sequence: Sequence) -> None:
+        """Publish the written blocks of running answers that a new sequence may extend.
+
+        An answer qualifies if it has the same tokens in the first block that `sequence`, whose full
+        blocks are hashed, does not find.
         """
-        batch, start = self.batch, plan.num_decodes
-        batch.num_computed[plan.rows[start:]] += plan.counts[start:]
-        prefilled = publish_written(plan, batch, self.pool)
-        rows = plan.rows[start:][plan.samples[start:]]
-        indices = (batch.num_tokens[rows] - batch.num_prompt[rows]).tolist()
-        ends = batch.append_tokens(rows, token_ids)
-        return SampledOutput.of(batch.members(rows), indices, *ends), prefilled
+        batch, pool = self.batch, self.pool
+        start = len(pool.match(sequence.hashes)) * pool.block_size
+        end = start + pool.block_size
+        if end > sequence.num_tokens:
+            return
+        tokens, rows = sequence.token_ids[start:end], batch.decode_rows
+        rows = rows[batch.token_ids[rows, start] == tokens[0]]  # cheap filter: few rows remain
+        if not len(rows):
+            return
+        rows = rows[batch.num_computed[rows] >= end]
+        rows = rows[(batch.token_ids[rows, start:end] == tokens).all(axis=1)]
+        for running in batch.members(rows):
+            num_computed = int(batch.num_computed[running.row])
+            self._publish_answer(running, batch.token_ids[running.row], end=num_computed)
 
-    def _settle(self, outcome: StepOutcome) -> None:
-        """Remove finished sequences, and hold the prefilled ones whose KV a peer reads."""
-        for sequence, _ in outcome.finished:
-            self.remove(sequence)
-        for sequence, _, _ in outcome.prefilled:
-            if (
-                sequence.for_peer
-                and sequence.row is not None
-                and not self.batch.prefilling[sequence.row]
-            ):
-                self.batch.remove(sequence)
-                sequence.move(Status.HELD)
-                self.pending_transfers.hold(sequence)
-                outcome.held.append(sequence)
+    def _publish_answer(self, sequence: Sequence, token_ids: np.ndarray, *, end: int) -> None:
+        self._publish(sequence, token_ids, start=sequence.request.num_prompt_tokens, end=end)
 
+    def _publish(self, sequence: Sequence, token_ids: np.ndarray, *, start: int, end: int) -> None:
+        """Publish the blocks that the tokens `[start, end)` completed."""
+        block_size = self.pool.block_size
+        self._extend_hashes(sequence, token_ids, num_tokens=end)
+        for index in range(start // block_size, end // block_size):
+            self.pool.publish(sequence.blocks[index], sequence.hashes[index])
 
-def _plan_of(
-    batch: PersistentBatch, decodes: np.ndarray, chunks: list[tuple[Sequence, int]]
-) -> StepPlan | None:
-    """Plan one token for each of the rows `decodes`, and the chunks; None if there are neither."""
-    ones = np.ones(len(decodes), np.int64)
-    if not chunks:
-        samples = np.ones(len(decodes), np.bool_)
-        return StepPlan(decodes, ones, samples, decodes) if len(decodes) else None
-    chunk_rows = np.array([sequence.row for sequence, _ in chunks], np.int64)
-    chunk_counts = np.array([count for _, count in chunks], np.int64)
-    rows = np.concatenate([decodes, chunk_rows])
-    counts = np.concatenate([ones, chunk_counts])
-    samples = batch.num_computed[rows] + counts == batch.num_tokens[rows]
-    return StepPlan(rows, counts, samples, decodes)
+    def _extend_hashes(self, sequence: Sequence, token_ids: np.ndarray, *, num_tokens: int) -> None:
+        extend_hash_chain(
+            sequence.hashes,
+            token_ids,
+            sequence.request,
+            block_size=self.pool.block_size,
+            num_tokens=num_tokens,
+        )
 
 
-def publish_written(
-    plan: StepPlan, batch: PersistentBatch, pool: BlockPool
-) -> list[tuple[Sequence, int, int]]:
-    """Publish the prompt blocks that a computed plan filled, and let complete prompts decode.
-
-    Args:
-        plan: computed; its counts are added to `batch.num_computed`.
-        batch: the batch of its sequences.
-        pool: the pool of their blocks.
-
-    Returns:
-        The prompts that advanced: sequence, tokens computed, and blocks written so far.
-    """
-    block_size = pool.block_size
-    prefilled = []
-    for row, count in zip(
-        plan.rows[plan.num_decodes :].tolist(),
-        plan.counts[plan.num_decodes :].tolist(),
-        strict=True,
-    ):
-        end, sequence = int(batch.num_computed[row]), batch.sequences[row]
-        assert sequence is not None
-        _publish(sequence, batch.token_ids[row], pool, start=end - count, end=end)
-        complete = end == batch.num_tokens[row]
-        prefilled.append((sequence, end, pool.blocks_for(end) if complete else end // block_size))
-        if complete:
-            batch.end_prefill(row)
-    return prefilled
-
-
-def publish_answer(sequence: Sequence, pool: BlockPool) -> None:
-    """Publish the written blocks of the answer of a sequence that left its row."""
-    _publish_answer(sequence, sequence.token_ids, pool, end=sequence.num_computed_tokens)
-
-
-def publish_answers_for(sequence: Sequence, batch: PersistentBatch, pool: BlockPool) -> None:
-    """Publish the written blocks of running answers that a new sequence may extend.
-
-    An answer qualifies if it has the same tokens in the first block that `sequence` does not find.
-
-    Args:
-        sequence: has the hashes of its full blocks.
-        batch: the batch of the answers.
-        pool: the pool of their blocks.
-    """
-    start = len(pool.match(sequence.hashes)) * pool.block_size
-    end = start + pool.block_size
-    if end > sequence.num_tokens:
-        return
-    wanted, rows = sequence.token_ids[start:end], batch.decode_rows
-    rows = rows[batch.token_ids[rows, start] == wanted[0]]  # cheap filter: few rows remain
-    if not len(rows):
-        return
-    rows = rows[batch.num_computed[rows] >= end]
-    rows = rows[(batch.token_ids[rows, start:end] == wanted).all(axis=1)]
-    for running, row in zip(batch.members(rows), rows.tolist(), strict=True):
-        _publish_answer(running, batch.token_ids[row], pool, end=int(batch.num_computed[row]))
-
-
-def _publish_answer(
-    sequence: Sequence, token_ids: np.ndarray, pool: BlockPool, *, end: int
-) -> None:
-    start = sequence.request.num_prompt_tokens
-    _publish(sequence, token_ids, pool, start=start, end=end)
-
-
-def _publish(
-    sequence: Sequence, token_ids: np.ndarray, pool: BlockPool, *, start: int, end: int
-) -> None:
-    """Publish the blocks that the tokens `[start, end)` completed."""
-    block_size = pool.block_size
-    sequence.extend_hashes(token_ids, num_tokens=end, block_size=block_size)
-    for index in range(start // block_size, end // block_size):
-        pool.publish(sequence.blocks[index], sequence.hashes[index])
+def _finished(
+    sequences: list[Sequence], stopped: np.ndarray, full: np.ndarray
+) -> list[tuple[Sequence, FinishReason]]:
+    """The sequences whose answer is ended, by a stop token (`stopped`) or its length (`full`)."""
+    return [
+        (sequences[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
+        for i in (stopped | full).nonzero()[0].tolist()
+    ]

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from vlm_worker.core.kv_cache import extend_hash_chain
 from vlm_worker.types import ImageItem, Request
 
 MIN_PRIORITY: Final = -(2**31)
@@ -70,6 +69,8 @@ class Sequence:
         embeddings: per item, its encoder output if it is here, or None.
         aged_priority: the top running priority when it was admitted by age; used for preemption.
         num_bypassed: sequences admitted before it because it lacked blocks or budget.
+        is_blocked: it waits for an embedding, or for permission to request one; it is not examined
+            until `unblock`.
         on_unblock: callback of the queue, called by `unblock`.
         output: belongs to the engine; opaque here.
     """
@@ -94,9 +95,9 @@ class Sequence:
     embeddings: list[Any] = dataclasses.field(default_factory=list)
     aged_priority: int = MIN_PRIORITY
     num_bypassed: int = 0
+    is_blocked: bool = False
     on_unblock: Callable[[Sequence], None] | None = None
     output: Any = None
-    _is_blocked: bool = dataclasses.field(default=False, init=False)
 
     @property
     def items(self) -> tuple[ImageItem, ...]:
@@ -108,14 +109,9 @@ class Sequence:
         return self.request.priority
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether it waits for an embedding; it is not examined until `unblock`."""
-        return self._is_blocked
-
-    @property
     def is_blocked_on_encoder(self) -> bool:
         """Whether it waits for permission to request embeddings."""
-        return self._is_blocked and self.row is None and self.soft_reserved_blocks is None
+        return self.is_blocked and self.row is None and self.soft_reserved_blocks is None
 
     @property
     def can_pin_embeddings(self) -> bool:
@@ -134,25 +130,9 @@ class Sequence:
         )
         self.status = status
 
-    def block(self) -> None:
-        """Wait for an embedding, or for permission to request one."""
-        self._is_blocked = True
-
     def unblock(self) -> None:
         """End the wait: the embedding arrived, or never will."""
-        if self._is_blocked:
-            self._is_blocked = False
+        if self.is_blocked:
+            self.is_blocked = False
             if self.on_unblock is not None:
                 self.on_unblock(self)
-
-    def extend_hashes(self, token_ids: np.ndarray, *, num_tokens: int, block_size: int) -> None:
-        """Extend `hashes` to every full block of the first `num_tokens`."""
-        extend_hash_chain(
-            self.hashes,
-            token_ids,
-            self.items,
-            cache_salt=self.request.cache_salt,
-            adapter=self.request.adapter,
-            block_size=block_size,
-            num_tokens=num_tokens,
-        )

@@ -36,18 +36,18 @@ class Sources:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
-            found = ipaddress.ip_address(host)
+            ip = ipaddress.ip_address(host)
         except ValueError:
             if self.pod_ip or not host:
                 raise _refused(address, "pods are reached by their IP addresses") from None
             return
-        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
-        if found.is_link_local or found.is_multicast or found.is_unspecified:
+        if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        if ip.is_link_local or ip.is_multicast or ip.is_unspecified:
             raise _refused(address, "no worker has a link-local, multicast or unspecified address")
         if not self.pod_ip:
             return
-        if found.is_loopback and not ipaddress.ip_address(self.pod_ip).is_loopback:
+        if ip.is_loopback and not ipaddress.ip_address(self.pod_ip).is_loopback:
             raise _refused(address, "no other pod has a loopback address")
         if port != str(self.grpc_port):
             raise _refused(address, f"workers of this service listen at port {self.grpc_port}")
@@ -55,14 +55,9 @@ class Sources:
     def check_hello(
         self, address: str, *, model: str, compat: str, boot_id: bytes, wanted: bytes
     ) -> None:
-        """Check the Hello of a producer.
+        """Check the Hello of a producer: model, compatibility set and incarnation.
 
-        Args:
-            address: for error messages.
-            model: must be the model that this worker serves.
-            compat: must be the compatibility set of this worker.
-            boot_id: 16 bytes, the incarnation that answered.
-            wanted: 16 bytes, the incarnation that made the handle.
+        `wanted` is the boot id of the incarnation that made the handle.
 
         Raises:
             IncompatibleError: another model or compatibility set.

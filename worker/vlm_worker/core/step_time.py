@@ -11,9 +11,8 @@ After each change, ten new steps are measured before the next one.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from typing import Final
+from typing import Final, NamedTuple
 
 FADE: Final = 0.99
 """Factor on the weight of old steps per new step: about the last 100 steps count."""
@@ -35,7 +34,6 @@ class StepTimeModel:
         self._units_units = self._units_seconds = 0.0
 
     def observe(self, units: int, seconds: float) -> None:
-        """Add one measured step of `units`."""
         self._weight = self._weight * FADE + 1.0
         self._units = self._units * FADE + units
         self._seconds = self._seconds * FADE + seconds
@@ -88,8 +86,7 @@ class LimitReason(enum.StrEnum):
     AT_BOUND = "at_bound"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """The number of sequences that may run, and the reason."""
 
     value: int
@@ -97,14 +94,7 @@ class Limit:
 
 
 class AdaptiveLimit:
-    """Adapts the limit on running sequences so that steps meet a target.
-
-    Args:
-        target_seconds: target of a step; None fixes the limit at `maximum`.
-        minimum: lower bound of the limit.
-        maximum: upper bound of the limit.
-        start: initial limit, clamped to the bounds.
-    """
+    """Adapts the limit on running sequences so that steps meet a target; None fixes it."""
 
     def __init__(
         self, target_seconds: float | None, *, minimum: int = 1, maximum: int, start: int = 8
@@ -134,13 +124,12 @@ class AdaptiveLimit:
         value = self.limit.value
         if ratio > 1 + BAND:
             lower = max(min(value, self._max_running) - CHANGE, self._minimum)
-            return _changed(value, lower, LimitReason.SLOWER)
+            return self._changed(lower, LimitReason.SLOWER)
         if ratio >= 1 - BAND:
             return Limit(value, LimitReason.ON_TARGET)
         if self._max_running < value:
             return Limit(value, LimitReason.UNUSED)
-        return _changed(value, min(value + CHANGE, self._maximum), LimitReason.FASTER)
+        return self._changed(min(value + CHANGE, self._maximum), LimitReason.FASTER)
 
-
-def _changed(before: int, after: int, reason: LimitReason) -> Limit:
-    return Limit(after, LimitReason.AT_BOUND if after == before else reason)
+    def _changed(self, value: int, reason: LimitReason) -> Limit:
+        return Limit(value, LimitReason.AT_BOUND if value == self.limit.value else reason)

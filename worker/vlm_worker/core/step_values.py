@@ -93,11 +93,7 @@ class SampleParams:
     @classmethod
     def all_greedy(cls, num_rows: int) -> SampleParams:
         """Parameters of `num_rows` greedy rows, each the first token of its answer."""
-        return cls(
-            greedy=True,
-            columns=sampling_columns(num_rows),
-            index=np.zeros(num_rows, np.int64),
-        )
+        return cls(True, sampling_columns(num_rows), np.zeros(num_rows, np.int64))
 
 
 def sampling_columns(num_rows: int) -> dict[str, np.ndarray]:
@@ -159,23 +155,22 @@ class StepOutput:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
 
+    @property
+    def _arrays(self) -> tuple[np.ndarray | None, ...]:
+        return self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
+
     def has_shape(self, num_rows: int) -> bool:
         """Whether every array has `num_rows` rows."""
-        arrays = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)
-        given = [array for array in arrays if array is not None]
-        return self.token_ids.ndim == 1 and all(len(array) == num_rows for array in given)
+        has_rows = all(array is None or len(array) == num_rows for array in self._arrays)
+        return has_rows and self.token_ids.ndim == 1
 
     @property
     def finite(self) -> StepOutput:
         """The output without the rows of `NOT_FINITE`."""
         kept = self.token_ids != NOT_FINITE
-        if kept.all():
-            return self
         return StepOutput(
             self.token_ids[kept],
-            None if self.logprobs is None else self.logprobs[kept],
-            None if self.top_ids is None else self.top_ids[kept],
-            None if self.top_logprobs is None else self.top_logprobs[kept],
+            *(None if array is None else array[kept] for array in self._arrays[1:]),
         )
 
     def logprobs_of(self, row: int, num_top: int) -> TokenLogprobs:
@@ -259,36 +254,9 @@ class SchedulerOutput:
     blocked_on_kv: list[Sequence]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampledOutput:
-    """Sequences with a new token, its index in the answer, and finished answers with reason."""
-
-    sequences: list[Sequence]
-    indices: list[int]
-    finished: list[tuple[Sequence, FinishReason]]
-
-    @classmethod
-    def of(
-        cls, sequences: list[Sequence], indices: list[int], stopped: np.ndarray, full: np.ndarray
-    ) -> SampledOutput:
-        """Make it from bool arrays: `stopped` by a stop token, `full` by length."""
-        finished = [
-            (sequences[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
-            for i in (stopped | full).nonzero()[0].tolist()
-        ]
-        return cls(sequences, indices, finished)
-
-    def concat(self, other: SampledOutput) -> SampledOutput:
-        return SampledOutput(
-            self.sequences + other.sequences,
-            self.indices + other.indices,
-            self.finished + other.finished,
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class StepOutcome:
-    """The results of a step by sequence.
+    """The results of a step by sequence. `Scheduler.update` is its only writer.
 
     Attributes:
         sequences, token_ids, indices: sequences with a new token, and its index in the answer.
@@ -298,10 +266,10 @@ class StepOutcome:
         failed: sequences whose logits were not finite; their KV is invalidated.
     """
 
-    sequences: list[Sequence]
-    token_ids: list[int]
-    indices: list[int]
-    finished: list[tuple[Sequence, FinishReason]]
-    held: list[Sequence]
-    prefilled: list[tuple[Sequence, int, int]]
-    failed: list[Sequence]
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    indices: list[int] = dataclasses.field(default_factory=list)
+    finished: list[tuple[Sequence, FinishReason]] = dataclasses.field(default_factory=list)
+    held: list[Sequence] = dataclasses.field(default_factory=list)
+    prefilled: list[tuple[Sequence, int, int]] = dataclasses.field(default_factory=list)
+    failed: list[Sequence] = dataclasses.field(default_factory=list)

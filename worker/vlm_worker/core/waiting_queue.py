@@ -4,8 +4,7 @@
     by age       arrival                 its first one is next if it has waited `ageing_seconds`
 
 There are two heaps because a preempted prompt or a postponed image is pushed again with its old
-arrival. Push, discard and next are O(log n) amortised, oldest is O(1) amortised. Prompts and images
-use the same class.
+arrival. Push, discard and next are O(log n) amortised, oldest is O(1) amortised.
 """
 
 from __future__ import annotations
@@ -33,11 +32,6 @@ class Queued(Protocol):
 
 T = TypeVar("T")
 Q = TypeVar("Q", bound=Queued)
-
-
-def admission_order(item: Queued) -> tuple[int, int]:
-    """The order without ageing: the smallest is first."""
-    return -item.priority, item.arrival
 
 
 class LazyHeap(Generic[T]):
@@ -81,11 +75,7 @@ class LazyHeap(Generic[T]):
 
 
 class WaitingQueue(Generic[Q]):
-    """Items by order and by age.
-
-    Args:
-        ageing_seconds: an item that has waited for this time goes before all that have not.
-    """
+    """Items by order and by age. One that has waited `ageing_seconds` goes before the others."""
 
     def __init__(self, *, ageing_seconds: float) -> None:
         self._ageing_seconds = ageing_seconds
@@ -111,9 +101,8 @@ class WaitingQueue(Generic[Q]):
     def aged(self, *, now: float) -> Q | None:
         """The oldest item if it has aged. `now` is on the clock of `arrived_at`."""
         oldest = self._by_age.first
-        if oldest is None or now - oldest.arrived_at < self._ageing_seconds:
-            return None
-        return oldest
+        has_aged = oldest is not None and now - oldest.arrived_at >= self._ageing_seconds
+        return oldest if has_aged else None
 
     def next(self, *, now: float) -> Q | None:
         """The next item: the oldest if it has aged, else the first by order."""
@@ -121,7 +110,7 @@ class WaitingQueue(Generic[Q]):
 
     def push(self, item: Q) -> None:
         """Add an item; one that is pushed again is ordered by its old arrival."""
-        self._by_order.push(admission_order(item), item)
+        self._by_order.push((-item.priority, item.arrival), item)
         self._by_age.push(item.arrival, item)
 
     def discard(self, item: Q) -> bool:

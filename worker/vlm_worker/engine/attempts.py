@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Final, Protocol, TypeVar
 
@@ -181,16 +182,14 @@ class AttemptTable:
         return [] if attempt is None else attempt.of(resource_type)
 
     def open(self, key: RequestKey) -> Attempt:
-        """The attempt of a key, a new one if need be: the caller acquires something for it."""
-        attempt = self.by_key.get(key)
-        if attempt is None:
-            attempt = self.by_key[key] = Attempt(key, self)
-        return attempt
+        """The attempt of a key, or a new one: the caller acquires something for it."""
+        if key not in self.by_key:
+            self.by_key[key] = Attempt(key, self)
+        return self.by_key[key]
 
     def sequences(self) -> list[Sequence]:
         """The sequences of all generations, in the order in which their attempts began."""
-        attempts = self.by_key.values()
-        return [attempt.sequence for attempt in attempts if attempt.sequence is not None]
+        return [one.sequence for one in self.by_key.values() if one.sequence is not None]
 
     def close_if_empty(self, attempt: Attempt) -> None:
         if not attempt.resources and self.by_key.get(attempt.key) is attempt:
@@ -221,13 +220,25 @@ class AttemptTable:
 
     def check(self) -> None:
         """Raise AssertionError if the totals differ from the resources, or an attempt is empty."""
-        found = {kind: Totals() for kind in ResourceKind}
+        counted, self.totals = self.totals, {kind: Totals() for kind in ResourceKind}
         for attempt in self.by_key.values():
             assert attempt.resources, f"{attempt.key} holds nothing"
             for resource in attempt.resources:
-                found[resource.kind].count += 1
-                found[resource.kind].num_bytes += resource.num_bytes
-        assert found == self.totals, f"{found} are held, {self.totals} are counted"
+                self.count(resource, 1)
+        assert counted == self.totals, f"{self.totals} are held, {counted} are counted"
+
+
+@dataclasses.dataclass(eq=False, frozen=True, slots=True)
+class Held:
+    """A resource that `free` frees at once."""
+
+    kind: ResourceKind
+    free: Callable[[], None]
+    num_bytes = 0
+
+    def release(self) -> bool:
+        self.free()
+        return True
 
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)
@@ -291,14 +302,11 @@ class ReadableBlocks:
         self._readable: dict[RequestKey, _Readable] = {}
 
     def num_readable(self, key: RequestKey) -> int:
-        """Number of readable blocks of a sequence."""
-        readable = self._readable.get(key)
-        return len(readable.blocks) if readable is not None else 0
+        return len(self._readable.get(key, _Readable()).blocks)
 
     def was_read(self, key: RequestKey) -> bool:
         """Whether a peer has read blocks of a sequence."""
-        readable = self._readable.get(key)
-        return readable is not None and readable.read
+        return self._readable.get(key, _Readable()).read
 
     def publish(self, key: RequestKey, blocks: Seq[int]) -> None:
         """Make `blocks` readable: they are written, and not written again while they are held."""
@@ -314,11 +322,7 @@ class ReadableBlocks:
         self._readable.pop(key, None)
 
     def copy(
-        self,
-        key: RequestKey,
-        first_block: int,
-        num_blocks: int,
-        out: memoryview | None = None,
+        self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview | None = None
     ) -> memoryview:
         """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
 
@@ -328,9 +332,9 @@ class ReadableBlocks:
             GoneError: the request is no longer here.
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
-        readable, wanted = self._wanted(key, first_block, num_blocks)
+        readable, blocks = self._lookup(key, first_block, num_blocks)
         data = run_device_copy(
-            "copying KV blocks out", lambda: self._runner.export_blocks(wanted, out)
+            "copying KV blocks out", lambda: self._runner.export_blocks(blocks, out)
         )
         self._check(key, readable)
         return data
@@ -339,22 +343,22 @@ class ReadableBlocks:
         self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview
     ) -> memoryview | LiveRegions:
         """As `copy`, but without a copy if other threads may read the memory."""
-        readable, wanted = self._wanted(key, first_block, num_blocks)
-        memory = self._runner.block_memory(wanted)
+        readable, blocks = self._lookup(key, first_block, num_blocks)
+        memory = self._runner.block_memory(blocks)
         if memory is None:
             return self.copy(key, first_block, num_blocks, out)
         return LiveRegions(memory, lambda: self._check(key, readable))
 
     def lookup(self, key: RequestKey, first_block: int, num_blocks: int) -> tuple[int, ...]:
         """The ids of readable blocks, for a loan. Raises as `copy`."""
-        return self._wanted(key, first_block, num_blocks)[1]
+        return self._lookup(key, first_block, num_blocks)[1]
 
-    def _wanted(
+    def _lookup(
         self, key: RequestKey, first_block: int, num_blocks: int
     ) -> tuple[_Readable, tuple[int, ...]]:
         readable = self._readable.get(key)
-        if readable is None:
-            raise _gone(key)
+        self._check(key, readable)
+        assert readable is not None
         blocks, end = readable.blocks, first_block + num_blocks
         if not 0 <= first_block <= end <= len(blocks):
             raise InvalidRequestError(
@@ -363,24 +367,6 @@ class ReadableBlocks:
         readable.read = True
         return readable, blocks[first_block:end]
 
-    def _check(self, key: RequestKey, readable: _Readable) -> None:
-        if self._readable.get(key) is not readable:
-            raise _gone(key)
-
-
-@dataclasses.dataclass(eq=False, frozen=True, slots=True)
-class ReadableResource:
-    """The blocks of one attempt that peers may read."""
-
-    key: RequestKey
-    owner: ReadableBlocks
-    kind = ResourceKind.READABLE_BLOCKS
-    num_bytes = 0
-
-    def release(self) -> bool:
-        self.owner.forget(self.key)
-        return True
-
-
-def _gone(key: RequestKey) -> GoneError:
-    return GoneError(f"{key.request_id} attempt {key.attempt} holds no blocks here")
+    def _check(self, key: RequestKey, readable: _Readable | None) -> None:
+        if readable is None or self._readable.get(key) is not readable:
+            raise GoneError(f"{key.request_id} attempt {key.attempt} holds no blocks here")

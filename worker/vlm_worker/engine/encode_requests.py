@@ -17,7 +17,7 @@ from typing import Any
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
 from vlm_worker.core.limits import Demand, Limits, QueueLimit
 from vlm_worker.core.step_time import retry_after
-from vlm_worker.engine.attempts import Attempt, AttemptTable, ResourceKind
+from vlm_worker.engine.attempts import Attempt, AttemptTable, ResourceKind, Totals
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
 from vlm_worker.engine.runner import Runner, run_device_copy
@@ -31,6 +31,9 @@ from vlm_worker.errors import (
     WorkerError,
 )
 from vlm_worker.types import ImageItem, PreparedImage, RequestKey
+
+Times = tuple[float, float, float]
+"""When an item was queued, started and finished, in seconds."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -73,11 +76,7 @@ class EmbeddingPin:
 
 
 class EncodeRequests:
-    """The encode track of all attempts. Lives on the engine thread.
-
-    Raises:
-        ValueError: the cache is too small for the largest image; the text gives the numbers.
-    """
+    """The encode track of all attempts. Engine thread only. `Engine` documents the commands."""
 
     def __init__(
         self,
@@ -89,7 +88,14 @@ class EncodeRequests:
         events: EventBuffer,
         clock: Callable[[], float],
     ) -> None:
-        _check_capacity(runner, settings)
+        num_tokens = settings.max_image_tokens or settings.max_model_len
+        needed = num_tokens * runner.embed_layout.row_bytes
+        if needed > settings.embedding_cache_bytes:  # E6
+            raise ValueError(
+                f"the largest image has {num_tokens} visual tokens, {needed} bytes of embedding; "
+                f"embedding_cache_bytes is {settings.embedding_cache_bytes}: give it at least as "
+                "much"
+            )
         self.cache = EncoderCache(
             runner,
             max_bytes=settings.embedding_cache_bytes,
@@ -97,7 +103,7 @@ class EncodeRequests:
             ttl_seconds=settings.embedding_ttl_seconds,
         )
         self.queue = EncoderQueue(runner, self.cache, settings=settings, clock=clock)
-        self.draining = False
+        self._draining = False
         self._limits = limits
         self._runner = runner
         self._settings = settings
@@ -107,21 +113,17 @@ class EncodeRequests:
 
     # ---- commands --------------------------------------------------------------------------------
     def pin_cached(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
-        """See `Engine.pin_cached`."""
         now = self._clock()
         entry = self.cache.find(image_key, num_tokens=num_tokens, now=now)
+        if entry is not None and entry.ready:  # `encode` will count the lookup
+            entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
         if entry is None or not entry.ready:
-            return False
-        # `encode` will count it
-        entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
-        if entry is None:
             return False
         if all(pin.entry is not entry for pin in self._cached_pins(key)):
             self._pin(self._attempts.open(key), entry, key, item=None)
         return True
 
     def unpin_cached(self, key: RequestKey) -> None:
-        """See `Engine.unpin_cached`."""
         for pin in self._cached_pins(key):
             self._attempts.by_key[key].release(pin)
 
@@ -133,7 +135,6 @@ class EncodeRequests:
         *,
         priority: int = 0,
     ) -> None:
-        """See `Engine.encode`."""
         if not images:
             self._events.end(stream)
             return
@@ -151,21 +152,19 @@ class EncodeRequests:
         self.unpin_cached(key)  # each is pinned as an item now
 
     def export(self, key: RequestKey, item: int) -> memoryview:
-        """See `Engine.export_embedding`."""
         pin = self._item_pin(key, item)
         if pin is None or not pin.entry.ready:
             raise GoneError(f"embedding {item} of {key.request_id} is not held here")
         return self._rows(pin.entry)
 
     def release(self, key: RequestKey, item: int) -> None:
-        """See `Engine.release_embedding`."""
         pin = self._item_pin(key, item)
         if pin is not None:
             self._attempts.by_key[key].release(pin)
 
     def drain(self, error: WorkerError) -> int:
         """Refuse new calls and fail the waiting images; returns their number."""
-        self.draining = True
+        self._draining = True
         return self.queue.drain(error)
 
     def fail_pending(self, error: WorkerError) -> None:
@@ -177,26 +176,14 @@ class EncodeRequests:
                 self._events.end(call.stream)
 
     @property
-    def num_pinned(self) -> int:
-        """Embeddings pinned for encode calls."""
-        return self._attempts.totals[ResourceKind.EMBEDDING_PIN].count
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of embeddings that are queued or held for peers."""
-        return self._attempts.totals[ResourceKind.EMBEDDING_PIN].num_bytes
+    def held(self) -> Totals:
+        """The embeddings that are queued or held for peers."""
+        return self._attempts.totals[ResourceKind.EMBEDDING_PIN]
 
     # ---- for prompts -----------------------------------------------------------------------------
-    def is_available(self, image: ImageItem) -> bool:
-        """Whether the embedding of an image is cached, or being encoded."""
-        now = self._clock()
-        return self.cache.find(image.image_key, num_tokens=image.num_tokens, now=now) is not None
-
-    def is_ready(self, image: ImageItem) -> bool:
-        """Whether the embedding of an image is cached."""
-        now = self._clock()
-        entry = self.cache.find(image.image_key, num_tokens=image.num_tokens, now=now)
-        return entry is not None and entry.ready
+    def find(self, image: ImageItem) -> Entry | None:
+        """The entry of an image, cached or being encoded."""
+        return self.cache.find(image.image_key, num_tokens=image.num_tokens, now=self._clock())
 
     def take(self, image: ImageItem, owner: Hashable, *, key: RequestKey) -> Entry | None:
         """Pin the entry of an image for `owner`, cached or being encoded; None if there is none."""
@@ -222,9 +209,6 @@ class EncodeRequests:
             self.queue.abandon(entry)
 
     # ---- parts -----------------------------------------------------------------------------------
-    def _num_bytes(self, num_tokens: int) -> int:
-        return num_tokens * self._runner.embed_layout.row_bytes
-
     def _cached_pins(self, key: RequestKey) -> list[EmbeddingPin]:
         return [pin for pin in self._attempts.of(key, EmbeddingPin) if pin.item is None]
 
@@ -239,16 +223,17 @@ class EncodeRequests:
         return any(pin.item is not None for pin in self._attempts.of(key, EmbeddingPin))
 
     def _pin(self, attempt: Attempt, entry: Entry, owner: Hashable, *, item: int | None) -> None:
-        num_bytes = self._num_bytes(entry.num_tokens)
+        num_bytes = entry.num_tokens * self._runner.embed_layout.row_bytes
         attempt.acquire(EmbeddingPin(entry, owner, item, num_bytes, self))
 
     def _check(self, key: RequestKey, images: tuple[PreparedImage, ...]) -> None:
         """Raise the error of a call that is refused."""
-        if self.draining:
+        if self._draining:
             raise DrainingError("this worker is draining")
         if self._is_encoded(key):
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
-        needed = self._num_bytes(sum(image.num_tokens for image in images))
+        row_bytes = self._runner.embed_layout.row_bytes
+        needed = sum(image.num_tokens for image in images) * row_bytes
         if needed > self._settings.embedding_cache_bytes:
             raise InvalidRequestError(
                 f"the embeddings of this request take {needed} bytes, and this worker has "
@@ -258,14 +243,9 @@ class EncodeRequests:
         self._check_limits(images, needed - sum(pin.num_bytes for pin in self._cached_pins(key)))
 
     def _check_limits(self, images: tuple[PreparedImage, ...], additional_bytes: int) -> None:
-        """Raise OverloadedError if a limit is reached.
-
-        `additional_bytes` of embeddings are held for each request by itself, shared images
-        included: each has copies made for its own consumer.
-        """
         queue, settings = self.queue, self._settings
         pixels = queue.waiting_pixels, sum(map(num_pixels, images)), settings.max_waiting_pixels
-        embeddings = self.held_bytes, additional_bytes, settings.embedding_cache_bytes
+        embeddings = self.held.num_bytes, additional_bytes, settings.embedding_cache_bytes
         self._limits.check(
             (
                 Demand(QueueLimit.IMAGES, len(queue), len(images), settings.max_waiting_images),
@@ -283,19 +263,14 @@ class EncodeRequests:
         entry = known or self.cache.begin(image_key, owner, num_tokens=num_tokens)
         self._pin(attempt, entry, owner, item=item)
         if entry.ready:
-            self._ready(call, item, entry, cache_hit=True, times=(now, now, now))
+            self._ready(call, item, entry, (now, now, now), cache_hit=True)
             return
         if known is None:
             self.queue.push(entry, image, attempt.key, priority=call.priority)
         entry.waiters.append(lambda error: self._item_filled(call, item, entry, now, error))
 
     def _item_filled(
-        self,
-        call: EncodeCall,
-        item: int,
-        entry: Entry,
-        queued_at: float,
-        error: Exception | None,
+        self, call: EncodeCall, item: int, entry: Entry, queued_at: float, error: Exception | None
     ) -> None:
         assert call.attempt is not None
         if call.attempt.encode_cancelled:
@@ -304,16 +279,10 @@ class EncodeRequests:
             self._failed(call, item, error)
         else:
             times = (queued_at, self.queue.batch_started, self._clock())
-            self._ready(call, item, entry, cache_hit=False, times=times)
+            self._ready(call, item, entry, times, cache_hit=False)
 
     def _ready(
-        self,
-        call: EncodeCall,
-        item: int,
-        entry: Entry,
-        *,
-        cache_hit: bool,
-        times: tuple[float, float, float],
+        self, call: EncodeCall, item: int, entry: Entry, times: Times, *, cache_hit: bool
     ) -> None:
         rows = None
         if self._runner.kv_layout is None:  # the consumer is a peer
@@ -347,14 +316,3 @@ class EncodeRequests:
         except EngineError as error:  # an encoder pod runs no step that would detect a lost device
             self.queue.note_failure(error)
             raise
-
-
-def _check_capacity(runner: Runner, settings: EngineSettings) -> None:
-    """Raise ValueError if the cache is too small for the largest image (E6)."""
-    num_tokens = settings.max_image_tokens or settings.max_model_len
-    needed = num_tokens * runner.embed_layout.row_bytes
-    if needed > settings.embedding_cache_bytes:
-        raise ValueError(
-            f"the largest image has {num_tokens} visual tokens, {needed} bytes of embedding; "
-            f"embedding_cache_bytes is {settings.embedding_cache_bytes}: give it at least as much"
-        )

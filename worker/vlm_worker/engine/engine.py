@@ -56,8 +56,6 @@ from vlm_worker.wire.messages import CancelOutcome
 
 T = TypeVar("T")
 
-Refuse = Callable[[EngineError], None]
-
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
@@ -66,20 +64,15 @@ SNAPSHOT_SECONDS = 0.05
 """Maximum age of the statistics while the engine is busy."""
 
 
-def _ignore(_: EngineError) -> None:
-    """Refuse a command whose caller waits for nothing."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
     """A call to make on the thread, and `refuse`, called on the loop if it cannot be made.
 
-    Attributes:
-        num_bytes: bytes that it copies; 0 is executed at once.
+    If it copies `num_bytes`, it may be overtaken by commands that copy nothing.
     """
 
     work: Callable[[State], None]
-    refuse: Refuse = _ignore
+    refuse: Callable[[EngineError], None] = lambda _: None
     num_bytes: int = 0
 
 
@@ -87,9 +80,8 @@ class Engine:
     """Continuous batching over one runner.
 
     All public methods are called on the loop given to `start`, except `stats` and the reads of
-    blocks. `positions(token_ids, items)` returns the rotary positions `[P, T]` of a prompt (P is 1,
-    or 3 for M-RoPE) and the delta that its continuation adds to a token's index; `core.families`
-    has them.
+    blocks. `positions` is `Family.positions`. A coroutine raises GoneError if its key has no such
+    request, reservation or embedding here.
 
     Raises:
         ValueError: the settings cannot work with this runner, with the numbers.
@@ -131,8 +123,7 @@ class Engine:
     async def stop(self) -> None:
         """End the thread after its current turn; unfinished work fails with DrainingError.
 
-        Raises:
-            Exception: the error that ended the thread, if any.
+        Raises the error that ended the thread, if any.
         """
         if self._stopped is None:
             return
@@ -156,8 +147,8 @@ class Engine:
         """Why it is not healthy; follows "the engine cannot go on: " in a sentence."""
         if not self._thread.is_alive():
             return "it has ended" if self._death is None else f"it died: {self._death!r}"
-        begun = self._turn_started, self._state.encode_requests.queue.async_encode_started
-        longest = max((self._clock() - since for since in begun if since is not None), default=0.0)
+        starts = self._turn_started, self._state.encode_requests.queue.async_encode_started
+        longest = max((self._clock() - start for start in starts if start is not None), default=0.0)
         if longest > self._settings.stuck_step_seconds:
             return f"a step has taken {longest:.0f} s: it is stuck"
         return self._state.unhealthy_reason
@@ -176,14 +167,14 @@ class Engine:
         fails with a typed error.
         """
         stream: EventStream[EncodeEvent] = EventStream(key)
-        self._post(
-            lambda state: state.encode_requests.encode(
-                key, tuple(images), stream, priority=priority
-            ),
-            refuse=lambda error: stream.close_with(
-                *(ItemFailed(item, error) for item in range(len(images)))
-            ),
-        )
+
+        def work(state: State) -> None:
+            state.encode_requests.encode(key, tuple(images), stream, priority=priority)
+
+        def refuse(error: EngineError) -> None:
+            stream.close_with(*(ItemFailed(item, error) for item in range(len(images))))
+
+        self._post(Command(work, refuse))
         return stream
 
     async def pin_cached(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
@@ -197,19 +188,15 @@ class Engine:
 
     def unpin_cached(self, key: RequestKey) -> None:
         """Unpin what `pin_cached` pinned for this key; idempotent."""
-        self._post(lambda state: state.encode_requests.unpin_cached(key))
+        self._post(Command(lambda state: state.encode_requests.unpin_cached(key)))
 
     async def export_embedding(self, key: RequestKey, item: int) -> memoryview:
-        """The rows of a ready item, `[num_tokens, row_bytes]`.
-
-        Raises:
-            GoneError: the item is not pinned for this key.
-        """
+        """The rows of a ready item, `[num_tokens, row_bytes]`."""
         return await self._call(lambda state: state.encode_requests.export(key, item))
 
     def release_embedding(self, key: RequestKey, item: int) -> None:
         """Unpin an item; idempotent. It stays in the cache until it is evicted."""
-        self._post(lambda state: state.encode_requests.release(key, item))
+        self._post(Command(lambda state: state.encode_requests.release(key, item)))
 
     # ---- prefill ---------------------------------------------------------------------------------
 
@@ -224,30 +211,22 @@ class Engine:
         A refusal is a FailedEvent: ContextTooLongError, InvalidRequestError, OverloadedError,
         DuplicateError, DrainingError.
         """
-        stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._post(
-            lambda state: state.sequences.submit(request, stream, for_peer=for_peer),
-            refuse=lambda error: stream.close_with(FailedEvent(error)),
+        return self._stream(
+            request.key,
+            lambda state, stream: state.sequences.submit(request, stream, for_peer=for_peer),
         )
-        return stream
 
     async def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
         """Deliver the embedding of an item that NeedItems named; idempotent.
 
-        Raises:
-            GoneError: the request is no longer here.
-            CorruptTransferError: the size differs from what the item needs.
+        Raises CorruptTransferError if the size differs from what the item needs.
         """
         await self._call(lambda state: state.put_embedding(key, item, rows), num_bytes=rows.nbytes)
 
     async def lend_blocks(
         self, key: RequestKey, first_block: int, end_block: int
     ) -> Callable[[], None]:
-        """Keep announced blocks unchanged until the result is called, even if the request ends.
-
-        Raises:
-            GoneError: the request is no longer here.
-        """
+        """Keep announced blocks unchanged until the result is called, even if the request ends."""
         loans: list[BlockLoan] = []
         try:
             await self._call(lambda state: state.sequences.lend(key, first_block, end_block, loans))
@@ -257,7 +236,7 @@ class Engine:
         return functools.partial(self._return, key, loans)
 
     def _return(self, key: RequestKey, loans: list[BlockLoan]) -> None:
-        self._post(lambda state: state.sequences.attempts.return_loans(key, loans))
+        self._post(Command(lambda state: state.attempts.return_loans(key, loans)))
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -281,7 +260,6 @@ class Engine:
         it always returns the loan.
 
         Raises:
-            GoneError: no such reservation.
             OverloadedError: the reservation was too small, and too few blocks are available.
         """
         return await self._call(lambda state: state.sequences.receive(request, in_place=in_place))
@@ -289,9 +267,7 @@ class Engine:
     async def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
         """Write whole blocks `first_block ...` that a peer sent; in any order.
 
-        Raises:
-            GoneError: nothing is being received under this key.
-            CorruptTransferError: not whole blocks, or not blocks of this request.
+        Raises CorruptTransferError if they are not whole blocks, or not of this request.
         """
         await self._call(
             lambda state: state.sequences.import_blocks(key, first_block, data),
@@ -301,9 +277,7 @@ class Engine:
     async def confirm_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> None:
         """Confirm that lent blocks are written and checked; in any order.
 
-        Raises:
-            GoneError: nothing is being received under this key.
-            CorruptTransferError: not blocks of this request, or confirmed before.
+        Raises CorruptTransferError if they are not of this request, or were confirmed before.
         """
         await self._call(lambda state: state.sequences.confirm_blocks(key, first_block, num_blocks))
 
@@ -312,14 +286,12 @@ class Engine:
 
         Until then the blocks are not reused, even if the request has ended.
         """
-        self._post(lambda state: state.sequences.return_loan(key))
+        self._post(Command(lambda state: state.sequences.return_loan(key)))
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.
 
-        Raises:
-            GoneError: nothing is being received under this key.
-            CorruptTransferError: blocks are missing, with their numbers.
+        Raises CorruptTransferError if blocks are missing.
         """
         stream: EventStream[PrefillEvent] = EventStream(key)
         await self._call(lambda state: state.sequences.start_decode(key, first_token_id, stream))
@@ -331,12 +303,9 @@ class Engine:
         Streams tokens from index `num_delivered_tokens + 1` on; FailedEvent(GoneError) if nothing
         is held.
         """
-        stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._post(
-            lambda state: state.sequences.adopt(request, stream),
-            refuse=lambda error: stream.close_with(FailedEvent(error)),
+        return self._stream(
+            request.key, lambda state, stream: state.sequences.adopt(request, stream)
         )
-        return stream
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -362,20 +331,27 @@ class Engine:
 
     # ---- commands --------------------------------------------------------------------------------
 
-    def _post(
-        self, work: Callable[[State], None], *, refuse: Refuse = _ignore, num_bytes: int = 0
-    ) -> None:
-        """Queue a command. Its result arrives through its stream, or `refuse` is called.
-
-        A command that copies `num_bytes` may be overtaken by commands that copy nothing.
-        """
+    def _post(self, command: Command) -> None:
         if self._stopped is None or self._stopped.done():
-            refuse(EngineError("the engine does not run"))
+            command.refuse(EngineError("the engine does not run"))
         else:
-            self._commands.put(Command(work, refuse=refuse, num_bytes=num_bytes))
+            self._commands.put(command)
+
+    def _stream(
+        self, key: RequestKey, work: Callable[[State, EventStream[PrefillEvent]], None]
+    ) -> EventStream[PrefillEvent]:
+        """Queue a command whose results arrive through a stream."""
+        stream: EventStream[PrefillEvent] = EventStream(key)
+        self._post(
+            Command(
+                lambda state: work(state, stream),
+                refuse=lambda error: stream.close_with(FailedEvent(error)),
+            )
+        )
+        return stream
 
     async def _call(self, work: Callable[[State], T], *, num_bytes: int = 0) -> T:
-        """Queue a command and wait for its result or its WorkerError; see `_post`.
+        """Queue a command and wait for its result or its WorkerError.
 
         If the caller is cancelled, a queued copy is skipped: its memory may be in other use.
         """
@@ -389,7 +365,7 @@ class Engine:
             if not future.done():
                 future.set_exception(error)
 
-        self._post(answer, refuse=refuse, num_bytes=num_bytes)
+        self._post(Command(answer, refuse, num_bytes))
         return await future
 
     def _finish(self) -> None:
@@ -413,7 +389,7 @@ class Engine:
             self._death = error
             self._state.fail_pending(EngineError(f"the engine died: {error!r}"))
         finally:
-            self._call_loop(deliver, self._state.events.take())
+            self._call_loop(functools.partial(deliver, self._state.events.take()))
             self._call_loop(self._finish)
 
     def _run(self) -> None:
@@ -455,11 +431,11 @@ class Engine:
         """Execute copies in order, at most `max_copy_bytes` between two steps, at least one."""
         if self._copies:
             self._state.events.flush()
-        left = self._settings.max_copy_bytes
-        while self._copies and left > 0:
+        remaining_bytes = self._settings.max_copy_bytes
+        while self._copies and remaining_bytes > 0:
             command = self._copies.popleft()
             command.work(self._state)
-            left -= command.num_bytes
+            remaining_bytes -= command.num_bytes
 
     def _answer(self, future: asyncio.Future[T], work: Callable[[State], T]) -> None:
         result: Any
@@ -474,7 +450,7 @@ class Engine:
 
     def _take_snapshot(self, *, busy: bool) -> None:
         """Renew the statistics if a request came or ended, at rest, and periodically."""
-        now, inflight = self._clock(), self._state.inflight
+        now, inflight = self._clock(), len(self._state.attempts)
         stale = now - self._snapshot_at >= SNAPSHOT_SECONDS
         if stale or not busy or inflight != self._stats.inflight:
             self._snapshot_at = now
@@ -483,11 +459,11 @@ class Engine:
     def _send(self, events: Iterator[OutputEvent]) -> None:
         """Deliver events in one call into the loop, with up-to-date statistics."""
         self._take_snapshot(busy=True)
-        self._call_loop(deliver, events)
+        self._call_loop(functools.partial(deliver, events))
 
-    def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:
+    def _call_loop(self, callback: Callable[[], None]) -> None:
         try:
-            self._notifier.call(callback, *args)
+            self._notifier.call(callback)
         except RuntimeError:  # the loop is closed: no reader exists
             self._stopping = True
 

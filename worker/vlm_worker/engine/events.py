@@ -88,12 +88,7 @@ class EventStream(AsyncIterator[E], Generic[E]):
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def __aiter__(self) -> EventStream[E]:
-        """Iterate once."""
-        return self
-
     async def __anext__(self) -> E:
-        """The next event; StopAsyncIteration after the last."""
         while not self._events:
             if self._ended:
                 raise StopAsyncIteration
@@ -106,9 +101,8 @@ class EventStream(AsyncIterator[E], Generic[E]):
 
     def close_with(self, *events: E) -> None:
         """Push the last events and end the stream. Called on the loop only."""
-        for event in events:
+        for event in (*events, None):
             self.push(event)
-        self.push(None)
 
     def push(self, event: E | None) -> None:
         """Add an event, or end the stream with None. Called on the loop only."""
@@ -144,7 +138,6 @@ class EventBuffer:
         self._buffered.append((stream, event) for stream, event in pairs if stream is not None)
 
     def end(self, stream: EventStream[Any] | None) -> None:
-        """End a stream."""
         self.emit(stream, None)
 
     def fail(self, stream: EventStream[Any] | None, error: Exception) -> None:
@@ -184,8 +177,7 @@ class LoopNotifier:
     """Calls into the loop from any thread, in order, between `open` and `close`."""
 
     def __init__(self) -> None:
-        self._calls: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]]
-        self._calls = collections.deque()
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
         self._lock = threading.Lock()
@@ -196,12 +188,8 @@ class LoopNotifier:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         loop.add_reader(self._fd, self._make)
 
-    def call(self, callback: Callable[..., None], *args: Any) -> None:
-        """Make the loop call `callback(*args)`.
-
-        Raises:
-            RuntimeError: the loop is closed, or `close` was called.
-        """
+    def call(self, callback: Callable[[], None]) -> None:
+        """Make the loop call `callback`; raises RuntimeError if loop or notifier are closed."""
         assert self._loop is not None
         if self._loop.is_closed():
             raise RuntimeError("the loop is closed")
@@ -209,7 +197,7 @@ class LoopNotifier:
         with self._lock:
             if self._fd < 0:
                 raise RuntimeError("no more calls are taken")
-            self._calls.append((callback, args))
+            self._calls.append(callback)
             _eventfd_write(self._fd, 1)
 
     def close(self) -> None:
@@ -226,5 +214,4 @@ class LoopNotifier:
             return
         os.eventfd_read(self._fd)
         while self._calls:
-            callback, args = self._calls.popleft()
-            self._loop.call_soon(callback, *args)
+            self._loop.call_soon(self._calls.popleft())

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from vlm_worker.core.encoder_cache import Entry
 from vlm_worker.core.sequence import Sequence
+from vlm_worker.engine.attempts import Attempt
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, NeedItems
 from vlm_worker.engine.runner import Runner, run_device_copy
@@ -40,16 +41,17 @@ class PromptEmbeddings:
         """
         assert sequence.can_pin_embeddings
         needed = self.needs(sequence, start)
+        attempt: Attempt = sequence.output
         lacking = [number for number in needed if not self._supply(sequence, number)]
-        if lacking and not sequence.output.supplied:
+        if lacking and not attempt.supplied:
             return False
-        new = tuple(number for number in lacking if number not in sequence.output.requested_items)
+        new = tuple(number for number in lacking if number not in attempt.requested_items)
         if new:
-            sequence.output.requested_items.update(new)
+            attempt.requested_items.update(new)
             for number in new:
                 requester = (sequence, number)
                 self._requesters.setdefault(sequence.items[number].image_key, []).append(requester)
-            self._events.emit(sequence.output.stream, NeedItems(new))
+            self._events.emit(attempt.stream, NeedItems(new))
         if needed and sequence.embeddings[needed[0]] is not None:
             sequence.unblock()
         return True
@@ -60,16 +62,12 @@ class PromptEmbeddings:
 
     def can_supply(self, sequence: Sequence, start: int) -> bool:
         """Whether `request_embeddings` would succeed now."""
-        items = [sequence.items[number] for number in self.needs(sequence, start)]
-        return sequence.output.supplied or all(
-            self._encode_requests.is_available(item) for item in items
-        )
+        entries = self._entries(sequence, start)
+        return sequence.output.supplied or all(entry is not None for entry in entries)
 
     def is_cached(self, sequence: Sequence, start: int) -> bool:
         """Whether all embeddings for the tokens from `start` on are cached."""
-        return all(
-            self._encode_requests.is_ready(item) for item in sequence.items if item.end > start
-        )
+        return all(entry is not None and entry.ready for entry in self._entries(sequence, start))
 
     def put(self, sequence: Sequence, number: int, rows: memoryview) -> None:
         """Accept a requested embedding; ignore one that was not requested.
@@ -85,18 +83,16 @@ class PromptEmbeddings:
             return
         item = sequence.items[number]
         embedding = run_device_copy(
-            "taking in an embedding",
-            lambda: self._runner.import_embedding(rows, item.num_tokens),
+            "taking in an embedding", lambda: self._runner.import_embedding(rows, item.num_tokens)
         )
         self._forget_requested_item(sequence, number)
         if sequence.can_pin_embeddings:
             sequence.embeddings[number] = embedding
             sequence.unblock()
-        if not self._encode_requests.is_available(item):
+        if self._encode_requests.find(item) is None:
             owner = (sequence.request.key, "prompt", number)
-            sequence.output.prompt_pins[number] = self._encode_requests.insert(
-                item, embedding, owner
-            )
+            entry = self._encode_requests.insert(item, embedding, owner)
+            sequence.output.prompt_pins[number] = entry
             if not sequence.can_pin_embeddings:
                 self._drop(sequence, number)
 
@@ -112,14 +108,17 @@ class PromptEmbeddings:
         It requests them again when it can run. A requested embedding may still arrive and stays in
         the cache until it is evicted.
         """
-        for number in range(len(sequence.items)):
-            self._drop(sequence, number)
+        self.release_consumed(sequence, sequence.num_tokens)
 
     def drop_all(self, sequence: Sequence) -> None:
         """Release the embeddings and forget the requested items."""
-        for number in range(len(sequence.items)):
-            self._drop(sequence, number)
+        self.release_pins(sequence)
+        for number in tuple(sequence.output.requested_items):
             self._forget_requested_item(sequence, number)
+
+    def _entries(self, sequence: Sequence, start: int) -> list[Entry | None]:
+        """The cache entry of each item that tokens from `start` on need."""
+        return [self._encode_requests.find(item) for item in sequence.items if item.end > start]
 
     def _supply(self, sequence: Sequence, number: int) -> bool:
         """Pin the embedding of an item; False if it is neither cached nor in flight."""

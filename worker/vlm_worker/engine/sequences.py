@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -27,8 +28,8 @@ from vlm_worker.engine.attempts import (
     Attempt,
     AttemptTable,
     BlockLoan,
+    Held,
     ReadableBlocks,
-    ReadableResource,
     ReservedBlocks,
     ResourceKind,
     Track,
@@ -67,25 +68,10 @@ class ReceiveResult:
     memory: Regions | None = None
 
 
-@dataclasses.dataclass(eq=False, frozen=True, slots=True)
-class ScheduledSequence:
-    """A sequence: its queue entry or row, its blocks, and the embeddings that it pins."""
-
-    sequence: Sequence
-    owner: Sequences
-    kind = ResourceKind.SEQUENCE
-    num_bytes = 0
-
-    def release(self) -> bool:
-        self.owner.discard(self.sequence)
-        return True
-
-
 class Sequences:
-    """The generations of one engine. Lives on the engine thread.
+    """The generations of one engine. Engine thread only. `Engine` documents the commands.
 
-    Attributes:
-        work: the step time model; the step loop updates it.
+    The step loop updates `work`, the step time model.
     """
 
     def __init__(
@@ -136,7 +122,6 @@ class Sequences:
     def submit(
         self, request: Request, stream: EventStream[PrefillEvent], *, for_peer: bool
     ) -> None:
-        """See `Engine.submit_prefill`."""
         try:
             self.check_new(request.key)
             self._check_limits(len(request.token_ids), for_peer=for_peer)
@@ -174,16 +159,15 @@ class Sequences:
 
         With `for_peer`, it may not wait either while peers leave too much KV unread.
         """
-        waiting, settings = self.scheduler.waiting, self.settings
-        tokens = waiting.num_tokens, num_tokens, settings.max_waiting_tokens
+        waiting, max_tokens = self.scheduler.waiting, self.settings.max_waiting_tokens
         demands = [
-            Demand(QueueLimit.REQUESTS, len(waiting), 1, settings.max_waiting),
-            Demand(QueueLimit.TOKENS, *tokens),
+            Demand(QueueLimit.REQUESTS, len(waiting), 1, self.settings.max_waiting),
+            Demand(QueueLimit.TOKENS, waiting.num_tokens, num_tokens, max_tokens),
         ]
         if for_peer:
             pending = self.scheduler.pending_transfers
-            unread = pending.num_held_blocks, 0, pending.max_blocks
-            demands.append(Demand(QueueLimit.UNREAD, *unread))
+            unread = Demand(QueueLimit.UNREAD, pending.num_held_blocks, 0, pending.max_blocks)
+            demands.append(unread)
         self._limits.check(demands, retry_after_seconds=self.retry_after_seconds)
 
     def predict(self, num_tokens: int) -> float:
@@ -227,17 +211,16 @@ class Sequences:
         """Let the attempt of its key own a new sequence."""
         attempt = self.attempts.open(sequence.request.key)
         attempt.sequence, sequence.output = sequence, attempt
-        attempt.acquire(ScheduledSequence(sequence, self))
+        attempt.acquire(Held(ResourceKind.SEQUENCE, functools.partial(self._discard, sequence)))
         return attempt
 
     def _redeem(self, attempt: Attempt, *, num_tokens: int) -> int:
         """The number of reserved blocks; a reservation that is too small for the prompt ends."""
         for reserved in attempt.of(ReservedBlocks):
-            if reserved.num_blocks < self.pool.blocks_for(num_tokens):
-                attempt.release(reserved)
-                return 0
-            attempt.confirm(reserved)  # the sequence has them now
-            return reserved.num_blocks
+            if reserved.num_blocks >= self.pool.blocks_for(num_tokens):
+                attempt.confirm(reserved)  # the sequence has them now
+                return reserved.num_blocks
+            attempt.release(reserved)
         return 0
 
     @property
@@ -259,8 +242,10 @@ class Sequences:
         """Let peers read the first blocks of a sequence."""
         attempt: Attempt = sequence.output
         self.readable_blocks.publish(attempt.key, sequence.blocks[:num_blocks])
-        if not attempt.of(ReadableResource):
-            attempt.acquire(ReadableResource(attempt.key, self.readable_blocks))
+        kind = ResourceKind.READABLE_BLOCKS
+        if all(resource.kind is not kind for resource in attempt.resources):
+            forget = functools.partial(self.readable_blocks.forget, attempt.key)
+            attempt.acquire(Held(kind, forget))
 
     def request_embeddings(self, sequence: Sequence, start: int) -> None:
         """Request embeddings for the tokens from `start` on.
@@ -283,7 +268,6 @@ class Sequences:
 
     # ---- KV from a peer, or from prefill here ----------------------------------------------------
     def reserve(self, key: RequestKey, num_tokens: int) -> None:
-        """See `Engine.reserve`."""
         attempt = self.attempts.get(key)
         if attempt is not None and (attempt.sequence is not None or attempt.of(ReservedBlocks)):
             return
@@ -291,7 +275,7 @@ class Sequences:
         validate_reservation(num_tokens, max_model_len=self.settings.max_model_len)
         count = self.pool.blocks_for(num_tokens)
         available = self.pool.num_available
-        if not self.pool.reserve(count, keep=self.scheduler.withheld_blocks):
+        if not self.pool.reserve(count, keep=self.scheduler.admission.withheld_blocks):
             raise OverloadedError(
                 f"{num_tokens} tokens need {count} KV blocks; {available} are available",
                 retry_after_seconds=self.retry_after_seconds(),
@@ -299,12 +283,10 @@ class Sequences:
         self.attempts.open(key).acquire(ReservedBlocks(self.pool, count))
 
     def receive(self, request: Request, *, in_place: bool) -> ReceiveResult:
-        """See `Engine.receive`."""
         key, pool = request.key, self.pool
-        reservations = self.attempts.of(key, ReservedBlocks)
-        if not reservations:
+        reserved = next(iter(self.attempts.of(key, ReservedBlocks)), None)
+        if reserved is None:
             raise GoneError(f"{key.request_id} attempt {key.attempt} has no reservation here")
-        [reserved] = reservations
         sequence = self.make(request, for_peer=False)
         num_tokens = sequence.num_tokens
         self.scheduler.look_up(sequence)
@@ -330,21 +312,19 @@ class Sequences:
         return ReceiveResult(len(shared), memory)
 
     def return_loan(self, key: RequestKey) -> None:
-        """See `Engine.return_blocks`."""
         loans = self.attempts.of(key, BlockLoan)
         self.attempts.return_loans(key, [loan for loan in loans if loan.to_write])
 
     def lend(
         self, key: RequestKey, first_block: int, end_block: int, loans: list[BlockLoan]
     ) -> None:
-        """See `Engine.lend_blocks`; appends the loan to `loans`."""
+        """Append a loan to `loans`."""
         blocks = self.readable_blocks.lookup(key, first_block, end_block - first_block)
         self.pool.take(0, shared=blocks)
         loans.append(BlockLoan(self.pool, blocks, to_write=False))
         self.attempts.by_key[key].acquire(loans[-1])
 
     def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
-        """See `Engine.import_blocks`."""
         sequence = self.get(key, status=Status.RECEIVING)
         layout = self._runner.kv_layout
         assert layout is not None
@@ -357,43 +337,38 @@ class Sequences:
         _check_missing(sequence, numbers)
         blocks = [sequence.blocks[number] for number in numbers]
         run_device_copy("writing KV blocks", lambda: self._runner.import_blocks(blocks, data))
-        self._note(sequence, numbers)
+        self._record_blocks(sequence, numbers)
 
     def confirm_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> None:
-        """See `Engine.confirm_blocks`."""
         sequence = self.get(key, status=Status.RECEIVING)
         numbers = range(first_block, first_block + num_blocks)
         _check_missing(sequence, numbers)
-        self._note(sequence, numbers)
+        self._record_blocks(sequence, numbers)
 
     def start_decode(
         self, key: RequestKey, first_token_id: int, stream: EventStream[PrefillEvent]
     ) -> None:
-        """See `Engine.start_decode`."""
         sequence = self.get(key, status=Status.RECEIVING)
-        if sequence.output.stream is not None:
+        attempt, vocab_size = sequence.output, self._runner.vocab_size
+        if attempt.stream is not None:
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} decodes already")
-        if sequence.output.missing_blocks:
+        if attempt.missing_blocks:
+            raise CorruptTransferError(f"blocks {sorted(attempt.missing_blocks)} never came")
+        if not 0 <= first_token_id < vocab_size:
             raise CorruptTransferError(
-                f"blocks {sorted(sequence.output.missing_blocks)} never came"
+                f"the first token is {first_token_id}; the model's ids are below {vocab_size}"
             )
-        if not 0 <= first_token_id < self._runner.vocab_size:
-            raise CorruptTransferError(
-                f"the first token is {first_token_id}; the model's ids are below "
-                f"{self._runner.vocab_size}"
-            )
-        sequence.output.stream = stream
+        attempt.stream = stream
         sequence.token_ids = np.append(sequence.token_ids, np.int32(first_token_id))
+        max_tokens = max_total_tokens(sequence, max_model_len=self.settings.max_model_len)
         if first_token_id in stop_ids(sequence, eos_token_ids=self.settings.eos_token_ids):
             self.finish(sequence, FinishReason.STOP)
-        elif sequence.num_tokens >= max_total_tokens(
-            sequence, max_model_len=self.settings.max_model_len
-        ):
+        elif sequence.num_tokens >= max_tokens:
             self.finish(sequence, FinishReason.LENGTH)
         else:
             self.scheduler.resume(sequence)
 
-    def _note(self, sequence: Sequence, numbers: range) -> None:
+    def _record_blocks(self, sequence: Sequence, numbers: range) -> None:
         """Mark blocks as complete and publish them in the prefix cache."""
         sequence.output.missing_blocks.difference_update(numbers)
         for number in numbers:
@@ -401,7 +376,6 @@ class Sequences:
                 self.pool.publish(sequence.blocks[number], sequence.hashes[number])
 
     def adopt(self, request: Request, stream: EventStream[PrefillEvent]) -> None:
-        """See `Engine.adopt_local`."""
         attempt = self.attempts.get(request.key)
         sequence = attempt.sequence if attempt is not None else None
         if sequence is None or not sequence.for_peer:
@@ -433,13 +407,12 @@ class Sequences:
             self._events.fail(stream, error)
 
     def release(self, key: RequestKey) -> None:
-        """See `Engine.release`."""
         attempt = self.attempts.get(key)
         if attempt is not None and attempt.stream is None:
             attempt.end(Track.GENERATION)
 
     def drain(self, error: DrainingError) -> int:
-        """See `Engine.drain`. KV held for a peer stays until its lease ends."""
+        """KV held for a peer stays until its lease ends."""
         self._draining = True
         ending = []
         for attempt in list(self.attempts.by_key.values()):
@@ -460,7 +433,7 @@ class Sequences:
             self._events.fail(sequence.output.stream, error)
             self._events.fail(sequence.output.successor_stream, error)
 
-    def discard(self, sequence: Sequence) -> None:
+    def _discard(self, sequence: Sequence) -> None:
         """Free what scheduler and encoder cache hold for a sequence; its key is not used again."""
         attempt: Attempt = sequence.output
         self._prompt_embeddings.drop_all(sequence)

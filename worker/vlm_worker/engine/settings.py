@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.limits import QueueLimit
@@ -25,8 +26,6 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
 
     Attributes:
         max_model_len: tokens of the longest sequence, prompt and answer.
-        eos_token_ids: tokens that end an answer unless the request ignores them.
-        max_num_seqs: sequences that compute at the same time.
         max_num_batched_tokens: tokens of one step; at least `max_num_seqs`.
         max_encode_tokens: visual tokens of one encoder call; one larger image still runs, alone.
         max_encode_tokens_decoding: the same while sequences decode, because tokens wait for it.
@@ -80,29 +79,22 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
         return self.max_num_batched_tokens - self.max_num_seqs
 
 
+K = TypeVar("K", bound=enum.Enum)
+
+
+def _zeros(kinds: type[K]) -> Mapping[K, int]:
+    return dataclasses.field(default_factory=lambda: dict.fromkeys(kinds, 0))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueStats:
-    """Statistics of the queue: waiting, admitted and refused requests.
+    """Statistics of the queue: waiting, admitted and refused sequences, and the running limit."""
 
-    Attributes:
-        waiting: sequences by lane.
-        waiting_tokens: their tokens.
-        oldest_wait_seconds: time since the arrival of the oldest waiting sequence.
-        admitted: admitted sequences, by the reason of their turn.
-        refused: requests that got an OverloadedError, by the limit.
-        running_limit: sequences that may run at once now.
-        running_limit_reason: what determines the running limit.
-    """
-
-    waiting: Mapping[Lane, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Lane, 0))
+    waiting: Mapping[Lane, int] = _zeros(Lane)
     waiting_tokens: int = 0
     oldest_wait_seconds: float = 0.0
-    admitted: Mapping[AdmissionReason, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(AdmissionReason, 0)
-    )
-    refused: Mapping[QueueLimit, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(QueueLimit, 0)
-    )
+    admitted: Mapping[AdmissionReason, int] = _zeros(AdmissionReason)
+    refused: Mapping[QueueLimit, int] = _zeros(QueueLimit)
     running_limit: int = 0
     running_limit_reason: LimitReason = LimitReason.FIXED
 
@@ -134,14 +126,8 @@ class TierStats:
 class EncoderCacheStats:
     """Statistics of the encoder cache: both tiers together, and each.
 
-    Attributes:
-        entries, bytes: READY entries and their size.
-        hits: lookups that found an embedding.
-        joins: lookups that found a pending one, and waited for it.
-        misses: lookups that found none.
-        evictions: embeddings that were evicted for lack of space.
-        expirations: embeddings that were unused for the time to live.
-        demotions, promotions: moves from hot to cold, and back.
+    `joins` are lookups that found an embedding that was being encoded. `demotions` and `promotions`
+    are moves from hot to cold, and back.
     """
 
     entries: int = 0

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from vlm_worker.core.admission_policy import AdmissionReason
-from vlm_worker.core.encoder_cache import CacheTier
-from vlm_worker.core.kv_cache import PrefixCounts
+from vlm_worker.core.encoder_cache import EncoderCache
+from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
 from vlm_worker.core.limits import Limits, QueueLimit
 from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import AttemptTable, Track
@@ -97,11 +97,6 @@ class State:
         return None
 
     @property
-    def inflight(self) -> int:
-        """See `EngineStats.inflight`."""
-        return len(self.attempts)
-
-    @property
     def num_out_of_memory(self) -> int:
         """Calls of the runner that ran out of memory."""
         steps, images = self.step_loop.isolation, self.encode_requests.queue
@@ -117,33 +112,29 @@ class State:
         return self.step_loop.turn() or encoded
 
     def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
-        """See `Engine.put_embedding`."""
         if not self.attempts.has_ended(key):  # an embedding that arrives late is dropped
             self.prompt_embeddings.put(self.sequences.get(key), item, rows)
 
     def cancel(self, key: RequestKey) -> CancelOutcome:
-        """See `Engine.cancel`."""
         attempt = self.attempts.get(key)
         if attempt is None:
-            known = self.attempts.has_ended(key)
-            return CancelOutcome.ALREADY_COMPLETE if known else CancelOutcome.NOT_FOUND
-        sequence = attempt.sequence
-        if sequence is None and self.attempts.has_ended(key):
-            attempt.end(Track.ENCODE)
-            return CancelOutcome.ALREADY_COMPLETE
+            has_ended = self.attempts.has_ended(key)
+            return CancelOutcome.ALREADY_COMPLETE if has_ended else CancelOutcome.NOT_FOUND
         is_read = self.sequences.readable_blocks.was_read(key)
+        sequence = attempt.sequence
         attempt.end(Track.ENCODE)
         if sequence is None:
+            if self.attempts.has_ended(key):
+                return CancelOutcome.ALREADY_COMPLETE
             attempt.end(Track.GENERATION)
-        else:
-            in_flight = sequence.for_peer and is_read
-            self.sequences.fail(sequence, CancelledError("the request was cancelled"))
-            if in_flight:
-                return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
+            return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
+        in_flight = sequence.for_peer and is_read
+        self.sequences.fail(sequence, CancelledError("the request was cancelled"))
+        if in_flight:
+            return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
         return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
 
     def drain(self) -> int:
-        """See `Engine.drain`."""
         error = DrainingError("this worker's drain deadline has come")
         return self.encode_requests.drain(error) + self.sequences.drain(error)
 
@@ -165,41 +156,40 @@ class State:
         if any(attempt.holds(Track.GENERATION) for attempt in self.attempts.by_key.values()):
             return []
         pool, index = self.sequences.pool, self.encode_requests.cache
-        left = {
+        held = {
             "KV blocks in use": pool.num_used,
             "KV blocks promised": pool.num_reserved,
             "KV blocks unread": self.sequences.scheduler.pending_transfers.num_blocks,
             "rows in use": len(self.sequences.batch),
             "sequences queued": len(self.sequences.scheduler.waiting)
             + len(self.sequences.scheduler.admission.ready),
-            "embedding pins without owner": index.num_pins - self.encode_requests.num_pinned,
+            "embedding pins without owner": index.num_pins - self.encode_requests.held.count,
         }
         if self._settings.strict:
             pool.check()
             self.attempts.check()
             self.encode_requests.cache.check()
-        return [f"{name}: {count}" for name, count in left.items() if count]
+        return [f"{name}: {count}" for name, count in held.items() if count]
 
     def snapshot(self) -> EngineStats:
-        """The current statistics."""
         sequences, encode_requests, step_loop = self.sequences, self.encode_requests, self.step_loop
-        queued_tokens = step_loop.queued_tokens
-        queued_seconds = step_loop.predict(queued_tokens) + encode_requests.queue.seconds
+        queued_tokens = sequences.scheduler.waiting.num_tokens
+        queued_seconds = sequences.predict(queued_tokens) + encode_requests.queue.seconds
         return EngineStats(
-            inflight=self.inflight,
+            inflight=len(self.attempts),
             num_running=len(sequences.batch),
             num_waiting=len(sequences.scheduler.waiting),
             num_waiting_images=len(encode_requests.queue),
             num_held=sequences.num_held,
-            num_pinned_embeddings=encode_requests.num_pinned,
-            held_embedding_bytes=encode_requests.held_bytes,
+            num_pinned_embeddings=encode_requests.held.count,
+            held_embedding_bytes=encode_requests.held.num_bytes,
             max_held_embedding_bytes=self._settings.embedding_cache_bytes,
             queue=self._queue_stats(),
             work_queued_seconds=queued_seconds,
             work_admitted_seconds_total=step_loop.admitted_seconds
             + encode_requests.queue.admitted_seconds,
-            kv=self._kv_stats(queued_tokens),
-            encoder_cache=self._encoder_cache_stats(),
+            kv=_kv_stats(sequences.pool, queued_tokens),
+            encoder_cache=_encoder_cache_stats(encode_requests.cache),
             requests=sequences.num_requests,
             kv_request_bytes=sequences.usage.buckets,
             busy={**encode_requests.queue.busy.sums, **step_loop.busy.sums},
@@ -221,47 +211,41 @@ class State:
             running_limit_reason=limit.reason,
         )
 
-    def _encoder_cache_stats(self) -> EncoderCacheStats:
-        index = self.encode_requests.cache
-        hot, cold = _tier_stats(index.hot), _tier_stats(index.cold)
-        return EncoderCacheStats(
-            entries=hot.entries + cold.entries,
-            bytes=hot.bytes + cold.bytes,
-            hits=hot.hits + cold.hits,
-            joins=index.num_joins,
-            misses=index.num_misses,
-            evictions=index.num_evictions,
-            expirations=index.num_expirations,
-            demotions=index.num_demotions,
-            promotions=index.num_promotions,
-            hot=hot,
-            cold=cold,
+
+def _encoder_cache_stats(cache: EncoderCache) -> EncoderCacheStats:
+    hot, cold = (
+        TierStats(
+            tier.num_entries, tier.num_bytes, tier.max_bytes, tier.num_hits, tier.num_evictions
         )
+        for tier in (cache.hot, cache.cold)
+    )
+    return EncoderCacheStats(
+        entries=hot.entries + cold.entries,
+        bytes=hot.bytes + cold.bytes,
+        hits=hot.hits + cold.hits,
+        joins=cache.num_joins,
+        misses=cache.num_misses,
+        evictions=cache.num_evictions,
+        expirations=cache.num_expirations,
+        demotions=cache.num_demotions,
+        promotions=cache.num_promotions,
+        hot=hot,
+        cold=cold,
+    )
 
-    def _kv_stats(self, queued_tokens: int) -> KVStats | None:
-        """Whole blocks, in tokens. Reservations count against empty blocks before cached ones."""
-        pool = self.sequences.pool
-        if not pool.capacity:
-            return None
-        empty = pool.num_free - pool.num_cached
-        free = max(empty - pool.num_reserved, 0)
-        return KVStats(
-            capacity_tokens=pool.capacity * pool.block_size,
-            running_tokens=pool.num_used * pool.block_size,
-            reserved_tokens=pool.num_reserved * pool.block_size,
-            cached_tokens=(pool.num_available - free) * pool.block_size,
-            free_tokens=free * pool.block_size,
-            queued_tokens=queued_tokens,
-        )
 
-
-def _tier_stats(cache_tier: CacheTier) -> TierStats:
-    return TierStats(
-        entries=cache_tier.num_entries,
-        bytes=cache_tier.num_bytes,
-        capacity_bytes=cache_tier.max_bytes,
-        hits=cache_tier.num_hits,
-        evictions=cache_tier.num_evictions,
+def _kv_stats(pool: BlockPool, queued_tokens: int) -> KVStats | None:
+    """Whole blocks, in tokens. Reservations count against empty blocks before cached ones."""
+    if not pool.capacity:
+        return None
+    free = max(pool.num_free - pool.num_cached - pool.num_reserved, 0)
+    return KVStats(
+        capacity_tokens=pool.capacity * pool.block_size,
+        running_tokens=pool.num_used * pool.block_size,
+        reserved_tokens=pool.num_reserved * pool.block_size,
+        cached_tokens=(pool.num_available - free) * pool.block_size,
+        free_tokens=free * pool.block_size,
+        queued_tokens=queued_tokens,
     )
 
 

@@ -20,7 +20,7 @@ from vlm_worker.core.kv_cache import PrefixCounts
 from vlm_worker.core.measurements import BusyTimeCounter, StepWork
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_time import AdaptiveLimit
-from vlm_worker.core.step_values import SchedulerOutput, StepOutcome, StepOutput, StepPlan
+from vlm_worker.core.step_values import StepOutcome, StepOutput, StepPlan
 from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner, is_device_lost, is_out_of_memory
@@ -83,51 +83,36 @@ class StepLoop:
             self._prompt_embeddings.release_pins(sequence)
         if schedule.plan is None:
             return bool(schedule.preempted or schedule.blocked_on_embedding)
-        work = self._work(schedule)
+        work = self._work(schedule.plan, num_prompts=len(schedule.admitted))
         for result in self.isolation.run(schedule.plan):
             if isinstance(result.outcome, EngineError):
-                for row in result.plan.rows.tolist():
-                    self._fail(self._scheduler.batch.sequences[row], result.outcome)
+                for sequence in self._scheduler.batch.members(result.plan.rows):
+                    self._sequences.fail(sequence, result.outcome)
             else:
                 outcome = self._scheduler.update(result.plan, result.outcome.token_ids)
                 self._deliver(outcome, result.outcome.finite if outcome.failed else result.outcome)
         seconds = self._clock() - started
-        self._measured(schedule.plan, seconds)
+        self._sequences.work.observe(schedule.plan.num_tokens, seconds)
+        if work.num_decodes:
+            limit = self.limit.observe(seconds, num_running=len(schedule.plan))
+            self._scheduler.admission.max_running = limit.value
         self.busy.stepped(work, seconds)
         return True
 
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of waiting sequences."""
-        return self._scheduler.waiting.num_tokens
-
-    def predict(self, num_tokens: int) -> float:
-        """Predicted seconds to compute `num_tokens` prompt tokens."""
-        return self._sequences.predict(num_tokens)
-
-    def _work(self, schedule: SchedulerOutput) -> StepWork:
+    def _work(self, plan: StepPlan, *, num_prompts: int) -> StepWork:
         """The work of a step, measured before the step changes the state."""
-        plan = schedule.plan
-        assert plan is not None
         batch, num_decodes = self._scheduler.batch, plan.num_decodes
         return StepWork(
             num_decodes=num_decodes,
             kv_tokens=batch.decode_columns.num_kv_tokens if num_decodes else 0,
             chunks=plan.counts[num_decodes:],
             before=batch.num_computed[plan.rows[num_decodes:]],
-            num_prompts=len(schedule.admitted),
+            num_prompts=num_prompts,
         )
-
-    def _measured(self, plan: StepPlan, seconds: float) -> None:
-        """Update the step time model; only steps with decodes update the running limit."""
-        self._sequences.work.observe(plan.num_tokens, seconds)
-        if plan.num_decodes:
-            limit = self.limit.observe(seconds, num_running=len(plan))
-            self._scheduler.admission.max_running = limit.value
 
     def _admitted(self, sequence: Sequence, now: float) -> None:
         new_tokens = sequence.num_tokens - sequence.num_cached_tokens
-        self.admitted_seconds += self.predict(new_tokens)
+        self.admitted_seconds += self._sequences.predict(new_tokens)
         if not sequence.output.scheduled:  # a preempted sequence would hit its own blocks
             sequence.output.scheduled = True
             self.prefix.add(
@@ -151,7 +136,7 @@ class StepLoop:
         for sequence, _, _ in outcome.prefilled:
             self._pass_on(sequence)
         for sequence in outcome.failed:
-            self._fail(sequence, EngineError("the model's logits are not finite"))
+            self._sequences.fail(sequence, EngineError("the model's logits are not finite"))
 
     def _streams_of(self, sequences: list[Sequence]) -> list[EventStream[PrefillEvent] | None]:
         """The stream of each sequence; cached while the same sequences decode."""
@@ -171,16 +156,13 @@ class StepLoop:
     def _pass_on(self, sequence: Sequence) -> None:
         """After the first token, end the prefill stream and switch to the successor stream."""
         output = sequence.output
-        prefilling = sequence.row is not None and self._scheduler.batch.prefilling[sequence.row]
-        if not output.first_only or prefilling or sequence.status is Status.FINISHED:
+        if not output.first_only or sequence.status is Status.FINISHED:
+            return
+        if self._scheduler.is_prefilling(sequence):
             return
         self._events.end(output.stream)
         output.stream, output.successor_stream = output.successor_stream, None
         output.first_only = output.supplied = False
-
-    def _fail(self, sequence: Sequence | None, error: EngineError) -> None:
-        assert sequence is not None
-        self._sequences.fail(sequence, error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,12 +215,11 @@ class StepIsolation:
             failure = EngineError(f"the step failed: {error!r}")
             failure.__cause__ = error
             return StepResult(plan, failure)
-        wanted = len(inputs.sample_rows)
-        if not isinstance(output, StepOutput) or not output.has_shape(wanted):
-            return StepResult(
-                plan, EngineError(f"the runner did not answer for {wanted} sampled rows")
-            )
-        return StepResult(plan, output)
+        num_rows = len(inputs.sample_rows)
+        if isinstance(output, StepOutput) and output.has_shape(num_rows):
+            return StepResult(plan, output)
+        failure = EngineError(f"the runner did not answer for {num_rows} sampled rows")
+        return StepResult(plan, failure)
 
 
 def _cached(outcome: StepOutcome) -> Iterable[int]:

@@ -59,7 +59,7 @@ def _keep_memory(gateway: Gateway) -> None:
     # rarely: streams wait while malloc trims
     release_memory = functools.partial(give_back_freed_memory, KEPT_BYTES)
     context.tasks.start(release_memory, name="freed memory", at_end=AtEnd.RETURN)
-    parts = {f"{part.value}_bytes": count for part, count in declared.by_part().items() if count}
+    parts = {f"{part}_bytes": count for part, count in declared.by_part().items() if count}
     logger.info("declared memory", extra={"bytes": declared.total, **parts})
     if limit is not None and declared.total > limit:
         logger.warning(

@@ -147,7 +147,7 @@ async def build_components(
         "request memory",
         extra={"bytes": plan.requests.total, **dataclasses.asdict(plan.requests)},
     )
-    declared = {f"{part.value}_bytes": count for part, count in plan.declared.by_part().items()}
+    declared = {f"{part}_bytes": count for part, count in plan.declared.by_part().items()}
     logger.info("declared memory", extra={"bytes": plan.declared.total, **declared})
     engine.start(asyncio.get_running_loop())
     async with contextlib.AsyncExitStack() as stack:
