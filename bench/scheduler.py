@@ -29,9 +29,8 @@ import numpy as np
 from core_speed import Counted, core_seconds
 from probes import MOST_MOVED
 
-from vlm_worker.core.batch_builder import BatchBuilder
 from vlm_worker.core.kv_cache import BlockPool
-from vlm_worker.core.persistent_batch import PersistentBatch
+from vlm_worker.core.persistent_batch import BatchBuilder, PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.settings import AdmissionPolicy, AdmissionSettings

@@ -23,7 +23,7 @@ NUM_OTHER_FILES = 3  # worker.proto, the C++ and docs/openai.md
 # Other files that name a parameter, because it has a meaning of its own there.
 MEANINGS = {
     "temperature": {
-        "worker/vlm_worker/core/batch_builder.py",  # a step without a draw is faster
+        "worker/vlm_worker/core/persistent_batch.py",  # a step without a draw is faster
         "worker/vlm_worker/gateway/request_preparation.py",  # `top_p` 0 is greedy
         "worker/vlm_worker/testing.py",  # the simulated model draws, too
     },

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
+from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.testing import ChecksumRunner, make_image
@@ -26,7 +27,7 @@ def test_the_totals_are_those_of_the_queued_images(done: list[tuple[str, int, in
     runner = ChecksumRunner()
     cache = EncoderCache(runner, max_bytes=1 << 20, ttl_seconds=60.0)
     settings = EngineSettings(max_model_len=64, max_encode_tokens=12)
-    queue = EncoderQueue(runner, cache, settings=settings, clock=lambda: 0.0)
+    queue = EncoderQueue(EngineContext(runner, settings, clock=lambda: 0.0), cache)
     waiting: dict[Entry, PreparedImage] = {}
     for number, (move, value, num_tokens) in enumerate(done):
         if move == "push":

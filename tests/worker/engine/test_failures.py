@@ -56,7 +56,7 @@ async def test_a_crashing_step_fails_one_half_and_spares_the_other(start: Any, u
         assert isinstance(failed[-1].error, EngineError)
     for request, said in zip(requests[1:], told[2:], strict=True):
         assert tokens(said) == answer_alone(request)
-    assert engine._state.step_loop.isolation.num_failures == 1
+    assert engine._state.step_loop.failures_in_a_row == 0
     assert engine.healthy
     after = await events(engine.submit_prefill(text("after"), for_peer=False))
     assert tokens(after) == answer_alone(text("after"))

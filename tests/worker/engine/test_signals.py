@@ -14,7 +14,7 @@ from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 from vlm_worker.core.step_values import StepInputs
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady
-from vlm_worker.engine.runner import is_out_of_memory
+from vlm_worker.engine.runner import DeviceErrors
 from vlm_worker.errors import EngineError
 from vlm_worker.testing import ChecksumRunner, make_image
 from vlm_worker.types import FailedEvent, Modality, RequestKey, ScheduledEvent
@@ -139,11 +139,12 @@ async def test_memory_that_runs_out_is_counted_and_costs_its_request_alone(
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("the step was told to crash"), False),
-        (None, False),
     ],
 )
-def test_what_counts_as_memory_that_ran_out(failure: BaseException | None, is_memory: bool) -> None:
-    assert is_out_of_memory(failure) is is_memory
+def test_what_counts_as_memory_that_ran_out(failure: BaseException, is_memory: bool) -> None:
+    errors = DeviceErrors()
+    errors.record(failure)
+    assert errors.num_out_of_memory == is_memory
 
 
 async def test_the_states_of_kv_add_up_to_the_capacity_at_every_moment(start: Any) -> None:

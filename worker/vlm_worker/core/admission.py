@@ -116,8 +116,7 @@ class AdmissionController:
     ) -> tuple[list[Sequence], list[Sequence]]:
         """Admit waiting sequences and give each its first chunk.
 
-        KV blocks come before embeddings: a sequence without blocks requests no embedding. If
-        nothing changed since the last call, no sequence is tried. Taken blocks are not a change:
+        If nothing changed since the last call, no sequence is tried. Taken blocks are not a change:
         they admit no sequence.
 
         Returns:
@@ -368,10 +367,8 @@ class SoftReservations:
 class PendingKVTransfers:
     """KV blocks that wait for a peer to read them. The scheduler and the engine's handoff write it.
 
-    Attributes:
-        num_blocks: blocks of all admitted sequences for peers, HELD ones included.
-        num_held_blocks: blocks of the sequences whose prefill is complete.
-        max_blocks: limit on `num_blocks`; a larger prompt is admitted if it is the only one.
+    `num_held_blocks` of them are of prompts that are computed. A prompt of more than `max_blocks`
+    is admitted if it is the only one.
     """
 
     def __init__(self, *, max_blocks: int) -> None:

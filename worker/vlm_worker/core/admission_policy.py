@@ -102,11 +102,7 @@ def lane_quotas(
 class AdmissionQueue:
     """The sequences that wait to be admitted. Only the scheduler writes it.
 
-    Attributes:
-        settings: the order.
-        num_tokens: tokens of all sequences.
-        num_changes: number of times that a sequence was added, removed, or unblocked.
-        num_admitted: sequences admitted so far, by reason.
+    `num_changes` counts the sequences that were added, removed, or unblocked.
     """
 
     def __init__(self, settings: AdmissionSettings) -> None:
@@ -151,7 +147,6 @@ class AdmissionQueue:
 
     @property
     def num_blocked(self) -> int:
-        """Sequences that are blocked on the encoder."""
         return len(self._blocked)
 
     def next_blocked(self, *, now: float, before: Sequence | None) -> Sequence | None:

@@ -55,7 +55,6 @@ class Entry:
     If an entry is discarded while pinned, no lookup finds it; its last unpin drops it.
 
     Attributes:
-        num_tokens: rows of the embedding.
         ready: whether the encoder has filled it.
         buffer: the embedding in the hot tier, its rows as bytes in the cold one.
         num_bytes: of its buffer; 0 until it is ready.
@@ -104,11 +103,8 @@ class CacheTier:
 class EncoderCache:
     """Entries by image key. Time is an argument.
 
-    Args:
-        codec: copies embeddings between the tiers.
-        max_bytes: budget of the hot tier.
-        cold_bytes: budget of the cold tier; 0 disables it.
-        ttl_seconds: an entry expires if it was not used for this time.
+    `max_bytes` is the budget of the hot tier, `cold_bytes` of the cold one: 0 disables it. An entry
+    expires if it was not used for `ttl_seconds`.
     """
 
     def __init__(

@@ -57,9 +57,8 @@ class Demand(NamedTuple):
 
     @property
     def is_exceeded(self) -> bool:
-        if self.limit in _STRICT:
-            return self.used + self.additional > self.maximum
-        return not fits(self.used, self.additional, maximum=self.maximum)
+        used = self.used or self.limit in _STRICT
+        return bool(used) and self.used + self.additional > self.maximum
 
 
 def fits(used: int, additional: int, *, maximum: int) -> bool:

@@ -48,11 +48,9 @@ class BusyTime:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of one step.
+    """The work of one step. `kv_tokens` are of the `num_decodes` sequences that decode.
 
     Attributes:
-        num_decodes: sequences that decode.
-        kv_tokens: tokens with KV of these sequences.
         chunks: int64 [C], tokens of each prompt chunk.
         before: int64 [C], tokens before each chunk that have KV.
         num_prompts: prompts whose first chunk is in this step.
@@ -123,12 +121,9 @@ class BusyTimeCounter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buckets:
-    """A snapshot of a histogram.
+    """A snapshot of a histogram: ascending upper edges, and the sum of all values.
 
-    Attributes:
-        edges: upper edges, ascending.
-        counts: values per bucket; one entry more than `edges`, for values above the last edge.
-        total: sum of all values.
+    `counts` has one entry more than `edges`, for values above the last edge.
     """
 
     edges: tuple[float, ...]

@@ -39,11 +39,9 @@ class MemoryKind(enum.StrEnum):
 class MemoryBudget:
     """Bytes that requests may use in one process, by kind.
 
-    Attributes:
-        uploads: image files that are being received or wait for decoding.
-        images: pixels and patches, from decoding until they are encoded.
-        embeddings: embeddings that are queued or held for peers, and the copies for them.
-        exposed: memory that peers read directly.
+    `uploads` are files until they are decoded, `images` pixels and patches until they are encoded,
+    `embeddings` those that are queued or held for peers, with the copies for them, and `exposed` is
+    memory that peers read directly.
     """
 
     uploads: int = 0
@@ -95,11 +93,7 @@ def divide(
 
 
 class UploadMemory:
-    """Counts the bytes of received files that are still needed.
-
-    Attributes:
-        num_refused: number of times that a file or a part of one did not fit.
-    """
+    """Counts the bytes of received files that are still needed, and those that did not fit."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -36,12 +36,7 @@ from vlm_worker.types import FinishReason
 
 
 class Scheduler:
-    """Continuous batching over one block pool. The only writer of sequences, batch and pool.
-
-    Attributes:
-        admission: admits sequences to the batch.
-        pending_transfers: bounds the KV that is computed for peers.
-    """
+    """Continuous batching over one block pool. The only writer of sequences, batch and pool."""
 
     def __init__(
         self,
@@ -100,10 +95,7 @@ class Scheduler:
         sequence.move(Status.FINISHED)
 
     def look_up(self, sequence: Sequence) -> int:
-        """Hash the tokens of a new sequence, and publish the running answers that it may extend.
-
-        Returns as `num_cached_tokens`.
-        """
+        """Hash a new sequence, publish the running answers that it may extend, match it."""
         self._extend_hashes(sequence, sequence.token_ids, num_tokens=sequence.num_tokens)
         self._publish_answers_for(sequence)
         return self.num_cached_tokens(sequence)

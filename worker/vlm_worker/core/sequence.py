@@ -54,14 +54,12 @@ class Sequence:
     then have the values of when it last left the batch.
 
     Attributes:
-        request: as it was submitted.
         arrival: smaller is older; at equal priority, the youngest is preempted first.
         arrived_at: seconds on the engine's clock.
         lane: VISION if an image was neither cached nor covered by a prefix hit at arrival.
         token_ids: int32, all known tokens, prompt and answer.
         positions: `[P, T]` of the prompt; a later token i has position i + `position_delta`.
         for_peer: keep the KV for a peer after the first token. It is not preempted.
-        blocks: its KV blocks, in order.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
         soft_reserved_blocks: blocks of its soft reservation (`admission`), or None.
@@ -120,7 +118,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens, as of when it last left the batch."""
+        """As of when it last left the batch."""
         return len(self.token_ids)
 
     def move(self, status: Status) -> None:

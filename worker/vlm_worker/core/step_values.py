@@ -25,8 +25,7 @@ from vlm_worker.types import PARAMETERS, FinishReason, SamplingParams, TokenLogp
 class ImageRows:
     """Rows of one encoder output that replace token embeddings in this step.
 
-    `embedding[src_start : src_start + num_rows]` goes to packed positions
-    `[dst_start, dst_start + num_rows)`.
+    `num_rows` rows from `src_start` on go to the packed positions from `dst_start` on.
     """
 
     embedding: Any
@@ -78,10 +77,9 @@ class EditedRow:
 class SampleParams:
     """Sampling of the rows in `StepInputs.sample_rows`; arrays of the same length R.
 
-    `columns` has the parameters of a draw by name. `greedy` is True if every row is greedy, the
-    fast path. `index` is the index of the token in its answer: the generator of a row is a
-    function of (seed, index). `num_logprobs` is None if no row wants any; otherwise it is -1 for
-    rows that want none. `edited` has the rows with logit edits.
+    `greedy` is True if every row is greedy, the fast path. `columns` has the parameters of a draw
+    by name. `index` is the index of the token in its answer: the generator of a row is a function
+    of (seed, index). `num_logprobs` is None if no row wants any, and -1 for rows that want none.
     """
 
     greedy: bool
@@ -236,15 +234,13 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What `schedule` decided.
+    """What `schedule` decided: the plan if there is work, and the sequences that it changed.
 
     Attributes:
-        plan: what to compute, or None.
-        admitted: sequences that left the queue.
-        preempted: sequences that lost their blocks and wait again.
-        blocked_on_embedding: sequences that lack an embedding, and the tokens computed before it;
-            they wait until `Sequence.unblock`.
-        blocked_on_kv: waiting sequences that lack KV blocks; they hold no embeddings (E4).
+        preempted: they lost their blocks and wait again.
+        blocked_on_embedding: they lack an embedding after that many computed tokens, and wait until
+            `Sequence.unblock`.
+        blocked_on_kv: they wait for KV blocks, and hold no embeddings (E4).
     """
 
     plan: StepPlan | None
@@ -259,11 +255,11 @@ class StepOutcome:
     """The results of a step by sequence. `Scheduler.update` is its only writer.
 
     Attributes:
-        sequences, token_ids, indices: sequences with a new token, and its index in the answer.
-        finished: sequences whose answer ended with that token, and why.
-        held: sequences that now keep their KV for a peer.
-        prefilled: sequences whose prompt advanced; tokens computed and blocks written so far.
-        failed: sequences whose logits were not finite; their KV is invalidated.
+        sequences, token_ids, indices: each new token, and its index in the answer.
+        finished: the answers that ended with that token, and why.
+        held: they keep their KV for a peer now.
+        prefilled: prompts that advanced; tokens computed and blocks written so far.
+        failed: their logits were not finite; their KV is invalidated.
     """
 
     sequences: list[Sequence] = dataclasses.field(default_factory=list)

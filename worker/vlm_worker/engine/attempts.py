@@ -25,9 +25,12 @@ from typing import Final, Protocol, TypeVar
 
 from vlm_worker.core.encoder_cache import Entry
 from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.limits import Limits
+from vlm_worker.core.measurements import BusyTimeCounter
 from vlm_worker.core.sequence import Sequence
-from vlm_worker.engine.events import EventStream, PrefillEvent
-from vlm_worker.engine.runner import Runner, run_device_copy
+from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
+from vlm_worker.engine.runner import DeviceErrors, Runner, run_device_copy
+from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import GoneError, InvalidRequestError
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.buffers import LiveRegions
@@ -75,7 +78,7 @@ R = TypeVar("R", bound=Resource)
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """Of one kind, over all attempts."""
+    """Of one kind of resource, over all attempts."""
 
     count: int = 0
     num_bytes: int = 0
@@ -158,20 +161,12 @@ class Attempt:
 
 
 class AttemptTable:
-    """All attempts that hold something, by key.
-
-    Attributes:
-        by_key: written by `open` and `close_if_empty`.
-        totals: by kind, of all resources.
-    """
+    """All attempts that hold something, by key."""
 
     def __init__(self) -> None:
         self.by_key: dict[RequestKey, Attempt] = {}
         self.totals = {kind: Totals() for kind in ResourceKind}
         self._ended: collections.OrderedDict[RequestKey, None] = collections.OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self.by_key)
 
     def get(self, key: RequestKey) -> Attempt | None:
         return self.by_key.get(key)
@@ -228,6 +223,20 @@ class AttemptTable:
         assert counted == self.totals, f"{self.totals} are held, {counted} are counted"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What all parts of the engine thread share."""
+
+    runner: Runner
+    settings: EngineSettings
+    clock: Callable[[], float]
+    events: EventBuffer = dataclasses.field(default_factory=EventBuffer)
+    attempts: AttemptTable = dataclasses.field(default_factory=AttemptTable)
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    busy: BusyTimeCounter = dataclasses.field(default_factory=BusyTimeCounter)
+    device_errors: DeviceErrors = dataclasses.field(default_factory=DeviceErrors)
+
+
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)
 class Held:
     """A resource that `free` frees at once."""
@@ -278,11 +287,9 @@ class BlockLoan:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Readable:
-    """The readable blocks of one sequence. `revoke` replaces the object.
+    """The readable blocks of one sequence, and whether a reader has read some.
 
-    Attributes:
-        blocks: block ids, in order; written by the engine thread.
-        read: a peer has read some; written by readers.
+    The engine thread writes `blocks`, readers write `read`. `revoke` replaces the object.
     """
 
     blocks: tuple[int, ...] = ()
@@ -324,9 +331,9 @@ class ReadableBlocks:
     def copy(
         self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview | None = None
     ) -> memoryview:
-        """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
+        """A copy of announced blocks, `[num_blocks, block_bytes]`, into `out` if given.
 
-        The calling thread copies, into `out` if given, which has exactly this size.
+        The calling thread copies, while a step may run.
 
         Raises:
             GoneError: the request is no longer here.

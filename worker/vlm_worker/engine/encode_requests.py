@@ -11,17 +11,16 @@ prefill without a copy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
-from vlm_worker.core.limits import Demand, Limits, QueueLimit
+from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.step_time import retry_after
-from vlm_worker.engine.attempts import Attempt, AttemptTable, ResourceKind, Totals
+from vlm_worker.engine.attempts import Attempt, EngineContext, ResourceKind, Totals
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
-from vlm_worker.engine.runner import Runner, run_device_copy
-from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.engine.runner import run_device_copy
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
@@ -38,16 +37,13 @@ Times = tuple[float, float, float]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class EncodeCall:
-    """One `encode` call and its items that have not sent their event.
+    """One `encode` call and its items that have not sent their event."""
 
-    `attempt` is None if the call is refused.
-    """
-
+    attempt: Attempt
     stream: EventStream[EncodeEvent]
     pending: set[int]
     priority: int
     events: EventBuffer
-    attempt: Attempt | None = None
     kind = ResourceKind.ENCODE_CALL
     num_bytes = 0
 
@@ -78,16 +74,8 @@ class EmbeddingPin:
 class EncodeRequests:
     """The encode track of all attempts. Engine thread only. `Engine` documents the commands."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        attempts: AttemptTable,
-        limits: Limits,
-        settings: EngineSettings,
-        events: EventBuffer,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, context: EngineContext) -> None:
+        runner, settings = context.runner, context.settings
         num_tokens = settings.max_image_tokens or settings.max_model_len
         needed = num_tokens * runner.embed_layout.row_bytes
         if needed > settings.embedding_cache_bytes:  # E6
@@ -102,14 +90,12 @@ class EncodeRequests:
             cold_bytes=settings.embedding_cold_cache_bytes or 0,
             ttl_seconds=settings.embedding_ttl_seconds,
         )
-        self.queue = EncoderQueue(runner, self.cache, settings=settings, clock=clock)
+        self.queue = EncoderQueue(context, self.cache)
         self._draining = False
-        self._limits = limits
-        self._runner = runner
-        self._settings = settings
-        self._events = events
-        self._clock = clock
-        self._attempts = attempts
+        self._context = context
+        self._runner, self._settings = runner, settings
+        self._clock, self._events = context.clock, context.events
+        self._attempts = context.attempts
 
     # ---- commands --------------------------------------------------------------------------------
     def pin_cached(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
@@ -138,17 +124,19 @@ class EncodeRequests:
         if not images:
             self._events.end(stream)
             return
-        call = EncodeCall(stream, set(range(len(images))), priority, self._events)
+        items = range(len(images))
         try:
             self._check(key, images)
         except WorkerError as refusal:
-            for item in range(len(images)):
-                self._finish_item(call, ItemFailed(item, refusal))
+            for item in items:
+                self._events.emit(stream, ItemFailed(item, refusal))
+            self._events.end(stream)
             return
-        attempt = call.attempt = self._attempts.open(key)
+        attempt = self._attempts.open(key)
+        call = EncodeCall(attempt, stream, set(items), priority, self._events)
         attempt.acquire(call)
         for item, image in enumerate(images):
-            self._begin(call, attempt, item, image)
+            self._begin(call, item, image)
         self.unpin_cached(key)  # each is pinned as an item now
 
     def export(self, key: RequestKey, item: int) -> memoryview:
@@ -246,7 +234,7 @@ class EncodeRequests:
         queue, settings = self.queue, self._settings
         pixels = queue.waiting_pixels, sum(map(num_pixels, images)), settings.max_waiting_pixels
         embeddings = self.held.num_bytes, additional_bytes, settings.embedding_cache_bytes
-        self._limits.check(
+        self._context.limits.check(
             (
                 Demand(QueueLimit.IMAGES, len(queue), len(images), settings.max_waiting_images),
                 Demand(QueueLimit.PIXELS, *pixels),
@@ -255,8 +243,8 @@ class EncodeRequests:
             retry_after_seconds=lambda: retry_after(queue.seconds),
         )
 
-    def _begin(self, call: EncodeCall, attempt: Attempt, item: int, image: PreparedImage) -> None:
-        now = self._clock()
+    def _begin(self, call: EncodeCall, item: int, image: PreparedImage) -> None:
+        attempt, now = call.attempt, self._clock()
         owner = (attempt.key, item)
         image_key, num_tokens = image.image_key, image.num_tokens
         known = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
@@ -272,7 +260,6 @@ class EncodeRequests:
     def _item_filled(
         self, call: EncodeCall, item: int, entry: Entry, queued_at: float, error: Exception | None
     ) -> None:
-        assert call.attempt is not None
         if call.attempt.encode_cancelled:
             return
         if error is not None:
@@ -294,18 +281,13 @@ class EncodeRequests:
         self._finish_item(call, ItemReady(item, cache_hit, entry.num_bytes, *times, rows))
 
     def _failed(self, call: EncodeCall, item: int, error: Exception) -> None:
-        assert call.attempt is not None
         self.release(call.attempt.key, item)
         self._finish_item(call, ItemFailed(item, error))
 
     def _finish_item(self, call: EncodeCall, event: EncodeEvent) -> None:
         self._events.emit(call.stream, event)
         call.pending.discard(event.item)
-        if call.pending:
-            return
-        if call.attempt is None:
-            self._events.end(call.stream)
-        else:
+        if not call.pending:
             call.attempt.release(call)
 
     def _rows(self, entry: Entry) -> memoryview:
@@ -314,5 +296,5 @@ class EncodeRequests:
                 "copying an embedding out", lambda: self._runner.export_embedding(entry.buffer)
             )
         except EngineError as error:  # an encoder pod runs no step that would detect a lost device
-            self.queue.note_failure(error)
+            self._context.device_errors.record(error)
             raise

@@ -20,11 +20,10 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
-from vlm_worker.core.measurements import BusyTimeCounter
 from vlm_worker.core.step_time import StepTimeModel
 from vlm_worker.core.waiting_queue import WaitingQueue
-from vlm_worker.engine.runner import Runner, encode_isolated, is_device_lost, is_out_of_memory
-from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.engine.attempts import EngineContext
+from vlm_worker.engine.runner import encode_isolated
 from vlm_worker.errors import CancelledError
 from vlm_worker.types import PreparedImage, RequestKey
 
@@ -45,7 +44,6 @@ class EncodeTask:
 
     @property
     def num_patches(self) -> int:
-        """The encoder's work is proportional to it."""
         return math.prod(self.image.grid_thw)
 
 
@@ -59,39 +57,23 @@ class EncoderQueue:
 
     It calls `on_ready` with the key of every image that becomes READY. Another thread calls
     `on_ended` when an asynchronous batch has ended; the next turn takes its result.
-
-    Attributes:
-        waiting_tokens: visual tokens of the queued images.
-        waiting_pixels: pixels of the queued images.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        cache: EncoderCache,
-        *,
-        settings: EngineSettings,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, context: EngineContext, cache: EncoderCache) -> None:
         self.waiting_tokens = 0
         self.waiting_pixels = 0
         self.work = StepTimeModel()
-        self.busy = BusyTimeCounter()
         self.on_ready: Callable[[bytes], None] = lambda _: None
         self.on_ended: Callable[[], None] = lambda: None
         self.batch_started = 0.0
         self.num_images = 0
         self.num_visual_tokens = 0
         self.num_patches = 0
-        self.num_out_of_memory = 0
-        self.device_lost = False
         self.admitted_seconds = 0.0
-        self._runner = runner
-        self._cache = cache
-        self._settings = settings
-        self._clock = clock
-        self._queue: WaitingQueue[EncodeTask]
-        self._queue = WaitingQueue(ageing_seconds=settings.admission.ageing_seconds)
+        self._context, self._cache = context, cache
+        self._runner, self._settings, self._clock = context.runner, context.settings, context.clock
+        ageing_seconds = context.settings.admission.ageing_seconds
+        self._queue: WaitingQueue[EncodeTask] = WaitingQueue(ageing_seconds=ageing_seconds)
         self._tasks: dict[Entry, EncodeTask] = {}
         self._num_pushed = 0
         self._async_batch: tuple[list[EncodeTask], Future[tuple[list[Any], float]]] | None = None
@@ -124,11 +106,6 @@ class EncoderQueue:
         if entry in self._tasks:
             self._remove(self._tasks[entry])
             self._fail(entry, CancelledError("no call waits for this image"))
-
-    def note_failure(self, error: Exception) -> None:
-        """Record a device failure: a lost device makes the engine unhealthy."""
-        self.num_out_of_memory += is_out_of_memory(error)
-        self.device_lost = self.device_lost or is_device_lost(error)
 
     def drain(self, error: Exception) -> int:
         """Fail all queued images; returns their number."""
@@ -169,10 +146,10 @@ class EncoderQueue:
 
     def _encoded(self, batch: list[EncodeTask], results: list[Any], seconds: float) -> None:
         self.work.observe(sum(task.image.num_tokens for task in batch), seconds)
-        self.busy.encoded([task.num_patches for task in batch], seconds)
+        self._context.busy.encoded([task.num_patches for task in batch], seconds)
         for task, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
-                self.note_failure(result)
+                self._context.device_errors.record(result)
                 self._fail(task.entry, result)
             else:
                 self._complete(task, result)

@@ -450,7 +450,7 @@ class Engine:
 
     def _take_snapshot(self, *, busy: bool) -> None:
         """Renew the statistics if a request came or ended, at rest, and periodically."""
-        now, inflight = self._clock(), len(self._state.attempts)
+        now, inflight = self._clock(), len(self._state.attempts.by_key)
         stale = now - self._snapshot_at >= SNAPSHOT_SECONDS
         if stale or not busy or inflight != self._stats.inflight:
             self._snapshot_at = now

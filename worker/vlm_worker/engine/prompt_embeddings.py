@@ -15,22 +15,19 @@ from collections.abc import Callable
 
 from vlm_worker.core.encoder_cache import Entry
 from vlm_worker.core.sequence import Sequence
-from vlm_worker.engine.attempts import Attempt
+from vlm_worker.engine.attempts import Attempt, EngineContext
 from vlm_worker.engine.encode_requests import EncodeRequests
-from vlm_worker.engine.events import EventBuffer, NeedItems
-from vlm_worker.engine.runner import Runner, run_device_copy
+from vlm_worker.engine.events import NeedItems
+from vlm_worker.engine.runner import run_device_copy
 from vlm_worker.errors import InvalidRequestError
 
 
 class PromptEmbeddings:
     """Supplies sequences with embeddings. Engine thread only."""
 
-    def __init__(
-        self, runner: Runner, *, encode_requests: EncodeRequests, events: EventBuffer
-    ) -> None:
-        self._runner = runner
+    def __init__(self, context: EngineContext, encode_requests: EncodeRequests) -> None:
+        self._runner, self._events = context.runner, context.events
         self._encode_requests = encode_requests
-        self._events = events
         self._requesters: dict[bytes, list[tuple[Sequence, int]]] = {}
         encode_requests.queue.on_ready = self._on_ready
 

@@ -60,7 +60,7 @@ class Runner(Protocol):
         """The rows as bytes, `[num_tokens, row_bytes]`."""
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
-        """Rows received from an encoder. Raises CorruptTransferError on a wrong size."""
+        """The embedding of rows as bytes. Raises CorruptTransferError on a wrong size."""
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         """Copy whole blocks into `out` if given, `[len(block_ids), block_bytes]`.
@@ -120,19 +120,26 @@ def run_device_copy(what: str, call: Callable[[], T]) -> T:
         raise EngineError(f"{what} failed: {error!r}") from error
 
 
-def is_device_lost(error: BaseException | None) -> bool:
+class DeviceErrors:
+    """Errors of the device. If it `is_lost`, every call fails until the process is replaced."""
+
+    def __init__(self) -> None:
+        self.num_out_of_memory = 0
+        self.is_lost = False
+
+    def record(self, error: BaseException) -> None:
+        self.is_lost |= is_device_lost(error)
+        self.num_out_of_memory += any(
+            isinstance(one, MemoryError)
+            or type(one).__name__ == "OutOfMemoryError"
+            or "can't allocate memory" in str(one)
+            for one in _causes(error)
+        )
+
+
+def is_device_lost(error: BaseException) -> bool:
     """Whether an error or one of its causes reports a lost device (torch.AcceleratorError)."""
     return any(type(one).__name__ == "AcceleratorError" for one in _causes(error))
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes reports memory exhaustion (Python, CUDA or CPU)."""
-    return any(
-        isinstance(one, MemoryError)
-        or type(one).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(one)
-        for one in _causes(error)
-    )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

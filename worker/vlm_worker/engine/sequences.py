@@ -17,7 +17,7 @@ import numpy as np
 
 from vlm_worker.core.admission import MAX_CANDIDATES
 from vlm_worker.core.kv_cache import BlockPool
-from vlm_worker.core.limits import Demand, Limits, QueueLimit
+from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.measurements import KVUsage
 from vlm_worker.core.persistent_batch import PersistentBatch, max_total_tokens, stop_ids
 from vlm_worker.core.request_validation import validate_request, validate_reservation
@@ -26,15 +26,15 @@ from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.step_time import StepTimeModel, retry_after
 from vlm_worker.engine.attempts import (
     Attempt,
-    AttemptTable,
     BlockLoan,
+    EngineContext,
     Held,
     ReadableBlocks,
     ReservedBlocks,
     ResourceKind,
     Track,
 )
-from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
+from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.engine.settings import EngineSettings
@@ -56,12 +56,10 @@ Positions = Callable[[Seq[int], Seq[ImageItem]], tuple[np.ndarray, int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """The result of `receive`.
+    """The first block that the peer delivers; earlier ones are in the prefix cache.
 
-    Attributes:
-        first_block: first block that the peer delivers; earlier ones are in the prefix cache.
-        memory: of the blocks from `first_block` on, lent to the receiver until `return_blocks`;
-            None if the engine writes the blocks (`import_blocks`).
+    `memory` is of the blocks from there on, lent to the receiver until `return_blocks`. It is None
+    if the engine writes the blocks (`import_blocks`).
     """
 
     first_block: int
@@ -75,17 +73,9 @@ class Sequences:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        *,
-        attempts: AttemptTable,
-        limits: Limits,
-        settings: EngineSettings,
-        positions: Positions,
-        prompt_embeddings: PromptEmbeddings,
-        events: EventBuffer,
-        clock: Callable[[], float],
+        self, context: EngineContext, positions: Positions, prompt_embeddings: PromptEmbeddings
     ) -> None:
+        runner, settings = context.runner, context.settings
         self.pool = _make_pool(runner, settings)
         self.batch = PersistentBatch(
             settings.max_num_seqs,
@@ -103,18 +93,17 @@ class Sequences:
             long_prefill_tokens=settings.long_prefill_tokens,
             settings=settings.admission,
         )
-        self.attempts = attempts
+        self.attempts = context.attempts
         self.settings = settings
         self.readable_blocks = ReadableBlocks(runner)
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
         self.work = StepTimeModel()
-        self._limits = limits
+        self._limits = context.limits
         self._positions = positions
         self._runner = runner
         self._prompt_embeddings = prompt_embeddings
-        self._events = events
-        self._clock = clock
+        self._events, self._clock = context.events, context.clock
         self._draining = False
         self._arrivals = 0
 

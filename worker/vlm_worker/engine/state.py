@@ -13,9 +13,9 @@ from typing import Final
 from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.encoder_cache import EncoderCache
 from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
-from vlm_worker.core.limits import Limits, QueueLimit
+from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
-from vlm_worker.engine.attempts import AttemptTable, Track
+from vlm_worker.engine.attempts import EngineContext, Track
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, OutputEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
@@ -50,38 +50,12 @@ class State:
         clock: Callable[[], float],
         send: Callable[[Iterator[OutputEvent]], None] | None = None,
     ) -> None:
-        self.events = EventBuffer(send)
-        self.attempts = AttemptTable()
-        self.limits = Limits()
-        self.encode_requests = EncodeRequests(
-            runner,
-            attempts=self.attempts,
-            limits=self.limits,
-            settings=settings,
-            events=self.events,
-            clock=clock,
-        )
-        self.prompt_embeddings = PromptEmbeddings(
-            runner, encode_requests=self.encode_requests, events=self.events
-        )
-        self.sequences = Sequences(
-            runner,
-            attempts=self.attempts,
-            limits=self.limits,
-            settings=settings,
-            positions=positions,
-            prompt_embeddings=self.prompt_embeddings,
-            events=self.events,
-            clock=clock,
-        )
-        self.step_loop = StepLoop(
-            runner,
-            self.sequences,
-            prompt_embeddings=self.prompt_embeddings,
-            settings=settings,
-            events=self.events,
-            clock=clock,
-        )
+        self.context = EngineContext(runner, settings, clock, EventBuffer(send))
+        self.events, self.attempts = self.context.events, self.context.attempts
+        self.encode_requests = EncodeRequests(self.context)
+        self.prompt_embeddings = PromptEmbeddings(self.context, self.encode_requests)
+        self.sequences = Sequences(self.context, positions, self.prompt_embeddings)
+        self.step_loop = StepLoop(self.context, self.sequences, self.prompt_embeddings)
         self.num_violations = 0
         self._settings = settings
         self._clock = clock
@@ -89,18 +63,12 @@ class State:
     @property
     def unhealthy_reason(self) -> str | None:
         """Why no step can succeed; None while one may."""
-        isolation = self.step_loop.isolation
-        if isolation.device_lost or self.encode_requests.queue.device_lost:
+        num_failures = self.step_loop.failures_in_a_row
+        if self.context.device_errors.is_lost:
             return "the device is lost"
-        if isolation.failures_in_a_row >= self._settings.max_step_failures:
-            return f"{isolation.failures_in_a_row} steps in a row failed"
+        if num_failures >= self._settings.max_step_failures:
+            return f"{num_failures} steps in a row failed"
         return None
-
-    @property
-    def num_out_of_memory(self) -> int:
-        """Calls of the runner that ran out of memory."""
-        steps, images = self.step_loop.isolation, self.encode_requests.queue
-        return steps.num_out_of_memory + images.num_out_of_memory
 
     def turn(self) -> bool:
         """Run one batch of images and one step; False if there is no work."""
@@ -176,7 +144,7 @@ class State:
         queued_tokens = sequences.scheduler.waiting.num_tokens
         queued_seconds = sequences.predict(queued_tokens) + encode_requests.queue.seconds
         return EngineStats(
-            inflight=len(self.attempts),
+            inflight=len(self.attempts.by_key),
             num_running=len(sequences.batch),
             num_waiting=len(sequences.scheduler.waiting),
             num_waiting_images=len(encode_requests.queue),
@@ -192,7 +160,7 @@ class State:
             encoder_cache=_encoder_cache_stats(encode_requests.cache),
             requests=sequences.num_requests,
             kv_request_bytes=sequences.usage.buckets,
-            busy={**encode_requests.queue.busy.sums, **step_loop.busy.sums},
+            busy=self.context.busy.sums,
             invariant_violations=self.num_violations,
             counters={metric.stats or metric.name: metric.value(self) for metric in COUNTERS},
         )
@@ -206,7 +174,7 @@ class State:
             waiting_tokens=waiting.num_tokens,
             oldest_wait_seconds=self._clock() - oldest.arrived_at if oldest else 0.0,
             admitted={reason: waiting.num_admitted[reason] for reason in AdmissionReason},
-            refused={limit: self.limits.num_refused[limit] for limit in QueueLimit},
+            refused={limit: self.context.limits.num_refused[limit] for limit in QueueLimit},
             running_limit=limit.value,
             running_limit_reason=limit.reason,
         )
@@ -261,7 +229,7 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
     Metric("triptych_preemptions_total", COUNTER, "Sequences preempted.",
            lambda state: state.sequences.scheduler.num_preemptions, stats="preemptions"),
     Metric("triptych_out_of_memory_total", COUNTER, "Calls that ran out of memory.",
-           lambda state: state.num_out_of_memory, stats="out_of_memory"),
+           lambda state: state.context.device_errors.num_out_of_memory, stats="out_of_memory"),
     Metric("triptych_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up.",
            lambda state: _by_kind(state.step_loop.prefix, "queries"),
            label="kind", stats="prefix_cache_queries"),

@@ -10,22 +10,20 @@ run(plan) --ok--> tokens
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from vlm_worker.core.batch_builder import BatchBuilder
 from vlm_worker.core.kv_cache import PrefixCounts
-from vlm_worker.core.measurements import BusyTimeCounter, StepWork
+from vlm_worker.core.measurements import StepWork
+from vlm_worker.core.persistent_batch import BatchBuilder
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_time import AdaptiveLimit
 from vlm_worker.core.step_values import StepOutcome, StepOutput, StepPlan
-from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
+from vlm_worker.engine.attempts import EngineContext
+from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
-from vlm_worker.engine.runner import Runner, is_device_lost, is_out_of_memory
 from vlm_worker.engine.sequences import Sequences
-from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import EngineError
 from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent, TokenLogprobs
 
@@ -36,34 +34,26 @@ class StepLoop:
     """Plans, runs and evaluates one step per turn. Engine thread only."""
 
     def __init__(
-        self,
-        runner: Runner,
-        sequences: Sequences,
-        *,
-        prompt_embeddings: PromptEmbeddings,
-        settings: EngineSettings,
-        events: EventBuffer,
-        clock: Callable[[], float],
+        self, context: EngineContext, sequences: Sequences, prompt_embeddings: PromptEmbeddings
     ) -> None:
-        builder = BatchBuilder(
+        settings = context.settings
+        self._builder = BatchBuilder(
             sequences.batch,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             whole_images=settings.whole_images,
         )
-        self.isolation = StepIsolation(runner, builder, before_call=events.flush)
         self.limit = AdaptiveLimit(
             settings.target_step_ms / 1000 or None, maximum=settings.max_num_seqs
         )
+        self.failures_in_a_row = 0
         self.num_output_tokens = 0
-        self.busy = BusyTimeCounter()
         self.prefix = PrefixCounts()
         self.admitted_seconds = 0.0
         self._sequences = sequences
         self._prompt_embeddings = prompt_embeddings
         self._scheduler = sequences.scheduler
-        self._settings = settings
-        self._events = events
-        self._clock = clock
+        self._context = context
+        self._events, self._clock = context.events, context.clock
         self._scheduler.admission.max_running = self.limit.limit.value
         self._listened_to: list[Sequence] = []
         self._streams: list[EventStream[PrefillEvent] | None] = []
@@ -84,20 +74,45 @@ class StepLoop:
         if schedule.plan is None:
             return bool(schedule.preempted or schedule.blocked_on_embedding)
         work = self._work(schedule.plan, num_prompts=len(schedule.admitted))
-        for result in self.isolation.run(schedule.plan):
-            if isinstance(result.outcome, EngineError):
-                for sequence in self._scheduler.batch.members(result.plan.rows):
-                    self._sequences.fail(sequence, result.outcome)
+        for plan, output in self._execute_isolated(schedule.plan):
+            if isinstance(output, EngineError):
+                for sequence in self._scheduler.batch.members(plan.rows):
+                    self._sequences.fail(sequence, output)
             else:
-                outcome = self._scheduler.update(result.plan, result.outcome.token_ids)
-                self._deliver(outcome, result.outcome.finite if outcome.failed else result.outcome)
+                outcome = self._scheduler.update(plan, output.token_ids)
+                self._deliver(outcome, output.finite if outcome.failed else output)
         seconds = self._clock() - started
         self._sequences.work.observe(schedule.plan.num_tokens, seconds)
         if work.num_decodes:
             limit = self.limit.observe(seconds, num_running=len(schedule.plan))
             self._scheduler.admission.max_running = limit.value
-        self.busy.stepped(work, seconds)
+        self._context.busy.stepped(work, seconds)
         return True
+
+    def _execute_isolated(self, plan: StepPlan) -> list[tuple[StepPlan, StepOutput | EngineError]]:
+        """Execute a plan, as a whole or, if that fails, as two halves."""
+        results = [(plan, self._execute(plan))]
+        if isinstance(results[0][1], EngineError) and len(plan) > 1:
+            results = [(half, self._execute(half)) for half in plan.halves()]
+        has_failed = all(isinstance(output, EngineError) for _, output in results)
+        self.failures_in_a_row = self.failures_in_a_row + 1 if has_failed else 0
+        return results
+
+    def _execute(self, plan: StepPlan) -> StepOutput | EngineError:
+        inputs = self._builder.build(plan)
+        self._events.flush()  # the model is about to compute
+        try:
+            output = self._context.runner.execute(inputs)
+        except Exception as error:  # a model may raise anything; its requests get the error
+            logger.exception("step failed", extra={"num_sequences": len(plan)})
+            self._context.device_errors.record(error)
+            failure = EngineError(f"the step failed: {error!r}")
+            failure.__cause__ = error
+            return failure
+        num_rows = len(inputs.sample_rows)
+        if isinstance(output, StepOutput) and output.has_shape(num_rows):
+            return output
+        return EngineError(f"the runner did not answer for {num_rows} sampled rows")
 
     def _work(self, plan: StepPlan, *, num_prompts: int) -> StepWork:
         """The work of a step, measured before the step changes the state."""
@@ -163,63 +178,6 @@ class StepLoop:
         self._events.end(output.stream)
         output.stream, output.successor_stream = output.successor_stream, None
         output.first_only = output.supplied = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepResult:
-    """Sampled tokens of a plan, or the error of the step."""
-
-    plan: StepPlan
-    outcome: StepOutput | EngineError
-
-
-class StepIsolation:
-    """Runs plans; counts steps in which every half failed.
-
-    If `device_lost` is set, no step can succeed: only a new process gets the device back. It calls
-    `before_call` when the model is about to compute.
-    """
-
-    def __init__(
-        self, runner: Runner, builder: BatchBuilder, *, before_call: Callable[[], None]
-    ) -> None:
-        self.num_failures = 0
-        self.num_out_of_memory = 0
-        self.failures_in_a_row = 0
-        self.device_lost = False
-        self._runner = runner
-        self._builder = builder
-        self._before_call = before_call
-
-    def run(self, plan: StepPlan) -> list[StepResult]:
-        """Execute a plan, as a whole or, if that fails, as two halves."""
-        whole = self._try(plan)
-        results = [whole]
-        if isinstance(whole.outcome, EngineError):
-            self.num_failures += 1
-            if len(plan) > 1:
-                results = [self._try(half) for half in plan.halves()]
-        dead = all(isinstance(result.outcome, EngineError) for result in results)
-        self.failures_in_a_row = self.failures_in_a_row + 1 if dead else 0
-        return results
-
-    def _try(self, plan: StepPlan) -> StepResult:
-        inputs = self._builder.build(plan)
-        self._before_call()
-        try:
-            output = self._runner.execute(inputs)
-        except Exception as error:  # a model may raise anything; its requests get the error
-            logger.exception("step failed", extra={"num_sequences": len(plan)})
-            self.num_out_of_memory += is_out_of_memory(error)
-            self.device_lost = self.device_lost or is_device_lost(error)
-            failure = EngineError(f"the step failed: {error!r}")
-            failure.__cause__ = error
-            return StepResult(plan, failure)
-        num_rows = len(inputs.sample_rows)
-        if isinstance(output, StepOutput) and output.has_shape(num_rows):
-            return StepResult(plan, output)
-        failure = EngineError(f"the runner did not answer for {num_rows} sampled rows")
-        return StepResult(plan, failure)
 
 
 def _cached(outcome: StepOutcome) -> Iterable[int]:

@@ -58,7 +58,6 @@ class ModelRunner:
     def __init__(
         self, loaded: LoadedModel, revision: str, *, kv_layout: KVLayout | None, num_blocks: int
     ) -> None:
-        assert loaded.family.spec.embed_levels == 0, "embedding levels have no rows here"
         self._loaded, self._model = loaded, loaded.model
         self._device = loaded.device
         self._kv_layout, self._num_blocks = kv_layout, num_blocks

@@ -52,7 +52,6 @@ class FamilySpec:
         int8: parts whose linear layers `--weights=int8` rounds; the others lose more accuracy.
         positions: `mrope` has three rows of positions, `rope` one.
         bidirectional_spans: whether the tokens of one image attend to each other both ways.
-        embed_levels: embedding levels in addition to the main one (DeepStack).
         image_processors: supported values of `image_processor_type`.
         parse: builds a Family from a model's files; raises ModelConfigError.
     """
@@ -65,7 +64,6 @@ class FamilySpec:
     int8: frozenset[Int8Part]
     positions: Literal["rope", "mrope"]
     bidirectional_spans: bool
-    embed_levels: int
     image_processors: tuple[str, ...]
     parse: Callable[[FamilySpec, Files], Family]
 
@@ -75,15 +73,11 @@ class Family:
     """The facts of one model that are known without its weights.
 
     Attributes:
-        model_type: from `config.json`.
-        spec: the facts that all models of the family share.
-        processor: preprocessing and token counts of images.
         image_token_id: the placeholder; an expanded prompt has one per visual token.
         marker_token_id: the token that a chat template writes for an image.
         image_text: the replacement of the marker, in order: text, or ids of control tokens. One of
             them is `image_token_id`, which `expand` repeats.
         vocab_size: ids below it have an embedding.
-        hidden_size: of the language model.
         max_position_embeddings: the longest sequence of the language model, in tokens.
     """
 
@@ -146,9 +140,7 @@ class Family:
     ) -> tuple[np.ndarray, int]:
         """Positions of a sequence's tokens, and the delta of later tokens.
 
-        Args:
-            token_ids: T tokens with expanded placeholders: the prompt and any delivered tokens.
-            items: the images, in order.
+        The T tokens are the prompt, with expanded placeholders, and any delivered tokens.
 
         Returns:
             `[P, T]` int64, P = `num_position_rows`; and delta: token i >= T has position i + delta.
@@ -175,13 +167,7 @@ def mrope(
 ) -> tuple[np.ndarray, int]:
     """M-RoPE positions of still images in text, equal to Qwen2.5-VL's `get_rope_index`.
 
-    Args:
-        num_tokens: T, placeholders included.
-        items: checked by `check_items`.
-        merge_size: patches along one side of a visual token.
-
-    Returns:
-        `[3, T]` int64, and delta: token i >= T has position i + delta in all rows.
+    Returns as `Family.positions`; T is `num_tokens`. `check_items` checked the items.
     """
     out = np.empty((3, num_tokens), dtype=np.int64)
     index = position = 0
@@ -208,10 +194,8 @@ def check_items(
 ) -> None:
     """Raise InvalidRequestError unless items and tokens are consistent.
 
-    Items must be sorted, disjoint, within the tokens, and cover only placeholders. The gateway
-    sends them; the worker does not trust their numbers. The id of any other token must be below
-    `vocab_size`: it needs a row of the embedding table. A placeholder needs none, because the rows
-    of its image replace it.
+    Items must be sorted, disjoint, within the tokens, and cover only placeholders. Any other token
+    needs a row of the embedding table: its id must be below `vocab_size`.
     """
     end = 0
     has_row = token_ids < vocab_size

@@ -101,7 +101,6 @@ SPEC = FamilySpec(
     int8=frozenset({"layers"}),
     positions="rope",
     bidirectional_spans=True,
-    embed_levels=0,
     image_processors=(
         "Gemma3ImageProcessor",
         "Gemma3ImageProcessorFast",

@@ -99,7 +99,6 @@ SPEC = FamilySpec(
     int8=frozenset({"layers"}),
     positions="rope",
     bidirectional_spans=False,
-    embed_levels=0,
     image_processors=(
         "CLIPImageProcessor",
         "CLIPImageProcessorFast",

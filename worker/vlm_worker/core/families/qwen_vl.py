@@ -63,7 +63,6 @@ QWEN2_5_VL = FamilySpec(
     int8=frozenset({"encoder", "layers", "head"}),
     positions="mrope",
     bidirectional_spans=False,
-    embed_levels=0,
     image_processors=(
         "Qwen2VLImageProcessor",
         "Qwen2VLImageProcessorFast",
