@@ -434,11 +434,11 @@ class BatchBuilder:
         batch, block_size, row = self._batch, self._batch.block_size, sequence.row
         index = np.arange(start, start + count)
         self._ids[at : at + count] = batch.token_ids[row, start : start + count]
-        known = sequence.positions[:, start : start + count]
-        positions[:, at : at + known.shape[1]] = known
+        prompt = sequence.positions[:, start : start + count]
+        positions[:, at : at + prompt.shape[1]] = prompt
         # after the prompt: answer tokens that a preempted sequence recomputes
-        positions[:, at + known.shape[1] : at + count] = (
-            index[known.shape[1] :] + sequence.position_delta
+        positions[:, at + prompt.shape[1] : at + count] = (
+            index[prompt.shape[1] :] + sequence.position_delta
         )
         blocks = batch.block_table[row, index // block_size].astype(np.int64)
         self._slots[at : at + count] = blocks * block_size + index % block_size
@@ -466,8 +466,8 @@ class BatchBuilder:
         for at, row in enumerate(rows.tolist()):
             edits = batch.logit_edits.get(row)
             if edits is not None:
-                known = batch.token_ids[row, : batch.num_tokens[row]]
-                edited.append(EditedRow(at, edits, known, int(batch.num_prompt[row])))
+                token_ids = batch.token_ids[row, : batch.num_tokens[row]]
+                edited.append(EditedRow(at, edits, token_ids, int(batch.num_prompt[row])))
         return tuple(edited)
 
 
@@ -481,6 +481,6 @@ def _image_rows_of(sequence: Sequence, start: int, count: int, at: int) -> list[
         first, last = max(start, item.offset), min(start + count, item.end)
         if first < last:
             embedding = sequence.embeddings[number]
-            assert embedding is not None, "a chunk was planned over an image that is not on hand"
+            assert embedding is not None, "a chunk was planned over an image without an embedding"
             rows.append(ImageRows(embedding, first - item.offset, at + first - start, last - first))
     return rows

@@ -247,13 +247,13 @@ class EncodeRequests:
         attempt, now = call.attempt, self._clock()
         owner = (attempt.key, item)
         image_key, num_tokens = image.image_key, image.num_tokens
-        known = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
-        entry = known or self.cache.begin(image_key, owner, num_tokens=num_tokens)
+        cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
+        entry = cached or self.cache.begin(image_key, owner, num_tokens=num_tokens)
         self._pin(attempt, entry, owner, item=item)
         if entry.ready:
             self._ready(call, item, entry, (now, now, now), cache_hit=True)
             return
-        if known is None:
+        if cached is None:
             self.queue.push(entry, image, attempt.key, priority=call.priority)
         entry.waiters.append(lambda error: self._item_filled(call, item, entry, now, error))
 

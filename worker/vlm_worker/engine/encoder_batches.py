@@ -117,16 +117,16 @@ class EncoderQueue:
 
     def turn(self, *, decoding: bool) -> bool:
         """Encode the next batch, or start it asynchronously; True if a batch has ended."""
-        begun = self._async_batch
-        if begun is not None:
-            tasks, future = begun
+        ended = self._async_batch
+        if ended is not None:
+            tasks, future = ended
             if not future.done():
                 return False
             self._async_batch = None
             self._encoded(tasks, *future.result())
         batch = self._next_batch(decoding=decoding)
         if not batch:
-            return begun is not None
+            return ended is not None
         self.admitted_seconds += self.predict(sum(task.image.num_tokens for task in batch))
         self.batch_started = self._clock()
         call = functools.partial(self._encode, batch)
@@ -134,7 +134,7 @@ class EncoderQueue:
         if started is not None:
             self._async_batch = batch, started
             started.add_done_callback(lambda _: self.on_ended())
-            return begun is not None
+            return ended is not None
         self._encoded(batch, *call())
         return True
 

@@ -11,7 +11,7 @@ neither goes to the cache, if it fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
 from vlm_worker.core.encoder_cache import Entry
 from vlm_worker.core.sequence import Sequence
@@ -34,7 +34,7 @@ class PromptEmbeddings:
     def request_embeddings(self, sequence: Sequence, start: int) -> bool:
         """Request embeddings for the tokens from `start` on; False if a missing one has no source.
 
-        A sequence that was stalled goes on as soon as the first item that it needs is on hand.
+        A blocked sequence is unblocked as soon as the first item that it needs is here.
         """
         assert sequence.can_pin_embeddings
         needed = self.needs(sequence, start)
@@ -80,7 +80,7 @@ class PromptEmbeddings:
             return
         item = sequence.items[number]
         embedding = run_device_copy(
-            "taking in an embedding", lambda: self._runner.import_embedding(rows, item.num_tokens)
+            "copying an embedding in", lambda: self._runner.import_embedding(rows, item.num_tokens)
         )
         self._forget_requested_item(sequence, number)
         if sequence.can_pin_embeddings:
@@ -129,22 +129,19 @@ class PromptEmbeddings:
         if entry.ready:
             sequence.embeddings[number] = entry.buffer
         else:
-            entry.waiters.append(self._on_filled(sequence, number, entry))
+            entry.waiters.append(functools.partial(self._on_filled, sequence, number, entry))
         return True
 
     def _on_filled(
-        self, sequence: Sequence, number: int, entry: Entry
-    ) -> Callable[[Exception | None], None]:
-        def on_filled(error: Exception | None) -> None:
-            if sequence.output.prompt_pins.get(number) is not entry:  # dropped meanwhile
-                return
-            if error is None:
-                sequence.embeddings[number] = entry.buffer
-            else:
-                self._drop(sequence, number)
-            sequence.unblock()  # the next step asks again for what is missing
-
-        return on_filled
+        self, sequence: Sequence, number: int, entry: Entry, error: Exception | None
+    ) -> None:
+        if sequence.output.prompt_pins.get(number) is not entry:  # dropped meanwhile
+            return
+        if error is None:
+            sequence.embeddings[number] = entry.buffer
+        else:
+            self._drop(sequence, number)
+        sequence.unblock()  # the next step requests the missing items again
 
     def _on_ready(self, image_key: bytes) -> None:
         """Supply the prompts that requested an image; its embedding is cached now."""

@@ -4,7 +4,7 @@ schedule -> stalled: request embeddings -> run -> update -> events
          -> preempted, blocked_on_kv: release their embeddings
 
 run(plan) --ok--> tokens
-          --error--> halves, each once more --ok--> tokens
+          --error--> halves, each tried again --ok--> tokens
                                             --error--> that half's requests fail
 """
 
@@ -194,5 +194,5 @@ def _logprobs(outcome: StepOutcome, output: StepOutput) -> Iterable[TokenLogprob
     """Log-probabilities of each token; None if not requested."""
     if output.logprobs is None:
         return itertools.repeat(None)
-    wanted = [sequence.request.sampling.num_logprobs for sequence in outcome.sequences]
-    return [None if num is None else output.logprobs_of(at, num) for at, num in enumerate(wanted)]
+    nums = [sequence.request.sampling.num_logprobs for sequence in outcome.sequences]
+    return [None if num is None else output.logprobs_of(at, num) for at, num in enumerate(nums)]

@@ -64,11 +64,11 @@ def parse_family(
     model_type = files.config.text("model_type")
     spec = FAMILIES.get(model_type)
     if spec is None:
-        known = ", ".join(sorted(FAMILIES))
+        families = ", ".join(sorted(FAMILIES))
         raise files.config.error(
             "model_type",
             f"is {model_type!r}, which is not served; use a model of one of these families: "
-            f"{known} (docs/families.md lists models and limits)",
+            f"{families} (docs/families.md lists models and limits)",
         )
     _check_not_quantized(files.config)
     return spec.parse(spec, files)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vlm_worker.core.image_geometry import Geometry, Grid, Processor
+from vlm_worker.core.image_geometry import Geometry, Processor
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import ImageItem
@@ -150,24 +150,55 @@ class Family:
                 grid or its placeholders; or a token has no embedding.
         """
         ids = np.asarray(token_ids, dtype=np.int64)
-        check_items(
-            ids,
-            items,
-            image_token_id=self.image_token_id,
-            vocab_size=self.vocab_size,
-            num_tokens_of=self.processor.num_tokens,
-        )
+        self._check(ids, items)
         if self.spec.positions == "rope":
             return np.arange(len(ids), dtype=np.int64)[None], 0
-        return mrope(len(ids), items, merge_size=self.processor.merge_size)
+        return _mrope(len(ids), items, merge_size=self.processor.merge_size)
+
+    def _check(self, token_ids: np.ndarray, items: Sequence[ImageItem]) -> None:
+        """Items must be sorted, disjoint, within the tokens, and cover only placeholders.
+
+        Any other token needs a row of the embedding table: its id must be below `vocab_size`.
+        """
+        end = 0
+        has_row = token_ids < self.vocab_size
+        for number, item in enumerate(items):
+            name = f"items[{number}]"
+            num_tokens = self.processor.num_tokens(item.grid_thw)
+            if num_tokens is None:
+                raise InvalidRequestError(f"{name}.grid_thw {item.grid_thw} is no patch grid")
+            if item.num_tokens != num_tokens:
+                raise InvalidRequestError(
+                    f"{name}.num_tokens is {item.num_tokens}, its grid {item.grid_thw} has "
+                    f"{num_tokens}"
+                )
+            if item.offset < end or item.end > len(token_ids):
+                raise InvalidRequestError(
+                    f"{name} covers tokens {item.offset} to {item.end}; "
+                    f"free are {end} to {len(token_ids)}"
+                )
+            if not (token_ids[item.offset : item.end] == self.image_token_id).all():
+                raise InvalidRequestError(
+                    f"{name} covers tokens {item.offset} to {item.end}, "
+                    "which are not all image placeholders"
+                )
+            has_row[item.offset : item.end] = True
+            end = item.end
+        if not has_row.all():
+            index = int(has_row.argmin())
+            raise InvalidRequestError(
+                f"token_ids[{index}] is {token_ids[index]}; the model has embeddings for ids below "
+                f"{self.vocab_size}",
+                param="token_ids",
+            )
 
 
-def mrope(
+def _mrope(
     num_tokens: int, items: Sequence[ImageItem], *, merge_size: int
 ) -> tuple[np.ndarray, int]:
-    """M-RoPE positions of still images in text, equal to Qwen2.5-VL's `get_rope_index`.
+    """Positions of still images in text, equal to Qwen2.5-VL's `get_rope_index`.
 
-    Returns as `Family.positions`; T is `num_tokens`. `check_items` checked the items.
+    Returns as `Family.positions`.
     """
     out = np.empty((3, num_tokens), dtype=np.int64)
     index = position = 0
@@ -182,51 +213,6 @@ def mrope(
     out[:, index:] = np.arange(position, position + num_tokens - index)
     delta = int(out.max()) + 1 - num_tokens if num_tokens else 0
     return out, delta
-
-
-def check_items(
-    token_ids: np.ndarray,
-    items: Sequence[ImageItem],
-    *,
-    image_token_id: int,
-    vocab_size: int,
-    num_tokens_of: Callable[[Grid], int | None],
-) -> None:
-    """Raise InvalidRequestError unless items and tokens are consistent.
-
-    Items must be sorted, disjoint, within the tokens, and cover only placeholders. Any other token
-    needs a row of the embedding table: its id must be below `vocab_size`.
-    """
-    end = 0
-    has_row = token_ids < vocab_size
-    for number, item in enumerate(items):
-        num_tokens = num_tokens_of(item.grid_thw)
-        if num_tokens is None:
-            raise InvalidRequestError(f"items[{number}].grid_thw {item.grid_thw} is no patch grid")
-        if item.num_tokens != num_tokens:
-            raise InvalidRequestError(
-                f"items[{number}].num_tokens is {item.num_tokens}, its grid {item.grid_thw} has "
-                f"{num_tokens}"
-            )
-        if item.offset < end or item.end > len(token_ids):
-            raise InvalidRequestError(
-                f"items[{number}] covers tokens {item.offset} to {item.end}; "
-                f"free are {end} to {len(token_ids)}"
-            )
-        if not (token_ids[item.offset : item.end] == image_token_id).all():
-            raise InvalidRequestError(
-                f"items[{number}] covers tokens {item.offset} to {item.end}, "
-                "which are not all image placeholders"
-            )
-        has_row[item.offset : item.end] = True
-        end = item.end
-    if not has_row.all():
-        index = int(has_row.argmin())
-        raise InvalidRequestError(
-            f"token_ids[{index}] is {token_ids[index]}; the model has embeddings for ids below "
-            f"{vocab_size}",
-            param="token_ids",
-        )
 
 
 def pixel_fields(
@@ -244,8 +230,8 @@ def pixel_fields(
     """
     kind = fields.text("image_processor_type")
     if kind not in spec.image_processors:
-        known = ", ".join(spec.image_processors)
-        raise fields.error("image_processor_type", f"is {kind!r}; built for this family: {known}")
+        types = ", ".join(spec.image_processors)
+        raise fields.error("image_processor_type", f"is {kind!r}; built for this family: {types}")
     for name in ("do_resize", "do_rescale", "do_normalize"):
         fields.must_be(name, True)
     filter_number = fields.count("resample", resample, least=0)
