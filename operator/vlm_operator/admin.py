@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
 from vlm_operator import metrics
-from vlm_operator.listening import listen
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ async def admin(
         )
 
     async def healthz(_: web.Request) -> web.Response:
-        found = problem()
-        if found:
+        if found := problem():
             return web.Response(status=503, text=f"{found}\n")
         return web.Response(text="ok\n")
 
@@ -56,3 +56,22 @@ async def admin(
         yield
     finally:
         await runner.cleanup()
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Open a listening socket as the workers do (`vlm_worker/wire/sockets.py`).
+
+    `::` accepts IPv4 and IPv6. If the kernel has no IPv6, `0.0.0.0` replaces it.
+
+    Raises:
+        OSError: the process cannot listen; the message names address and port.
+    """
+    dual = address == "::" and socket.has_dualstack_ipv6()
+    host = "0.0.0.0" if address == "::" and not dual else address  # noqa: S104 - as "::" is
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, dualstack_ipv6=dual)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        fix = "choose another --bind or --metrics-port"
+        raise OSError(f"cannot listen on {host} port {port}: {reason}; {fix}") from None

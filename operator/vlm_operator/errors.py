@@ -7,7 +7,6 @@ OperatorError
 │   ├── ConflictError       operator: read the object again, decide again (409)
 │   ├── NamespaceEndsError  none: the namespace is being deleted
 │   └── UnavailableError    none: the operator retries until the API server answers
-├── NotReadyError           none: the operator retries after `retry_after` seconds
 └── LeaseLostError          none: the process writes nothing until it leads again or ends
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 
 class OperatorError(Exception):
-    """Base class of the errors that this package raises."""
+    """Base class."""
 
 
 class SpecError(OperatorError):
@@ -69,14 +68,6 @@ class NamespaceEndsError(ClusterError):
 
 class UnavailableError(ClusterError):
     """The API server cannot be reached or is overloaded (429, 5xx, a broken connection)."""
-
-
-class NotReadyError(OperatorError):
-    """The cluster has not reached the state yet; retry after `retry_after` seconds."""
-
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 class LeaseLostError(OperatorError):

@@ -20,7 +20,6 @@ from vlm_operator.cluster import (
     Manifest,
     epoch_seconds,
 )
-from vlm_operator.endings import ending
 from vlm_operator.names import Role
 from vlm_operator.state import (
     ANNOTATION_DELETION_COST,
@@ -28,13 +27,16 @@ from vlm_operator.state import (
     NodeClassState,
     Observed,
     PodState,
+    error_line,
     is_pod_of,
     names_of,
+    one_line,
     owned_by,
     parted,
 )
 
 _ROLES = frozenset(role.value for role in Role)
+_SIGNALLED = 128  # greater exit codes are 128 plus the number of a signal
 
 
 async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) -> Observed:
@@ -126,7 +128,7 @@ def _unscheduled(conditions: Mapping[str, Any]) -> str:
     found = conditions.get("PodScheduled", {})
     if found.get("status") != "False":
         return ""
-    return _one_line(str(found.get("message", "")), limit=1024) or "no node was found"
+    return one_line(str(found.get("message", "")), limit=1024) or "no node was found"
 
 
 def _holds(conditions: Mapping[str, Any], name: str) -> bool:
@@ -151,23 +153,35 @@ def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) ->
         waiting, ended = state.get("waiting"), state.get("terminated")
         last = entry.get("lastState", {}).get("terminated") or ended
         if waiting is not None and waiting.get("reason") not in ("ContainerCreating", None):
-            return _one_line(f"{waiting['reason']}: {ending(last) or waiting.get('message', '')}")
+            return one_line(
+                f"{waiting['reason']}: {_termination(last) or waiting.get('message', '')}"
+            )
         if ended is not None and ended.get("exitCode"):
-            return _one_line(ending(ended))
+            return one_line(_termination(ended))
         if last is not None and not entry.get("ready") and last.get("exitCode"):
-            return _one_line(f"restarted {entry.get('restartCount', 1)} times: {ending(last)}")
+            return one_line(f"restarted {entry.get('restartCount', 1)} times: {_termination(last)}")
     return ""
+
+
+def _termination(terminated: Mapping[str, Any] | None) -> str:
+    """Return the reason, the exit code and the last error of the log; "" for None."""
+    if terminated is None:
+        return ""
+    reason, code = terminated.get("reason", "Error"), terminated.get("exitCode")
+    by_signal = (code or 0) > _SIGNALLED
+    cause = error_line(str(terminated.get("message", "")), last_only=by_signal)
+    return f"{reason}, exit code {code}" + (f": {cause}" if cause else "")
 
 
 def unschedulable(message: str, spec: Manifest) -> str:
     """Shorten the scheduler's message, for example to `no node with 1 free nvidia.com/gpu`."""
     checked = re.match(r"0/(\d+) nodes are available", message)
     if checked is None:
-        return _one_line(message) or "no node was found"
+        return one_line(message) or "no node was found"
     lacking = re.findall(r"(\d+) Insufficient ([\w./-]*\w)", message)
     if not lacking:
         reasons = message.partition(": ")[2].partition(". preemption")[0]
-        return _one_line(f"no node fits ({checked[1]} checked): {reasons}")
+        return one_line(f"no node fits ({checked[1]} checked): {reasons}")
     _, resource = max(lacking, key=lambda item: int(item[0]))
     return f"no node with {_request(spec, resource)} free {resource} ({checked[1]} checked)"
 
@@ -179,11 +193,6 @@ def _request(spec: Manifest, resource: str) -> str:
             if resource in part:
                 return str(part[resource])
     return "enough"
-
-
-def _one_line(text: str, *, limit: int = 300) -> str:
-    flat = " ".join(text.split()).rstrip(": ")
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 def node_class(item: Manifest) -> NodeClassState:

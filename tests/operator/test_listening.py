@@ -9,13 +9,12 @@ import aiohttp
 import pytest
 from confined import confined, refused
 
-from vlm_operator.admin import admin
-from vlm_operator.listening import listen
+from vlm_operator.admin import admin, listen
 
 CODE = """
 import asyncio, sys
 import aiohttp
-from vlm_operator.admin import admin
+from vlm_operator.admin import admin, listen
 async def main():
     async with admin("::", 8080, problem=str, leading=bool), aiohttp.ClientSession() as session:
         for host in sys.argv[1:]:

@@ -9,7 +9,14 @@ owners.py       the owner of an object                                  owned_by
 """
 
 from vlm_operator.cluster import Manifest
-from vlm_operator.state.cluster_view import ContainerState, NodeClassState, Observed, PodState
+from vlm_operator.state.cluster_view import (
+    ContainerState,
+    NodeClassState,
+    Observed,
+    PodState,
+    error_line,
+    one_line,
+)
 from vlm_operator.state.deployments import (
     ANNOTATION_APPLIED,
     ANNOTATION_DELETION_COST,
@@ -59,8 +66,10 @@ __all__ = [
     "Ttft",
     "WorkCounters",
     "controller",
+    "error_line",
     "is_pod_of",
     "names_of",
+    "one_line",
     "owned_by",
     "parted",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
 from vlm_operator.state.deployments import DeploymentState
 from vlm_operator.state.pod_stats import Sample
+
+_QUIET_LINE = re.compile(r"\b(INFO|DEBUG|WARNING|WARN|TRACE)\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,6 @@ class PodState:
         scheduled_since: time at which it got its node; None without a node.
         containers: states of the containers, init containers first.
         unscheduled: the scheduler's message while the pod has no node; "" otherwise.
-        mount_failure: kubelet's last message about a volume that it cannot mount; "" without one.
     """
 
     name: str
@@ -103,7 +106,6 @@ class PodState:
     scheduled_since: float | None = None
     containers: tuple[ContainerState, ...] = ()
     unscheduled: str = ""
-    mount_failure: str = ""
 
     @property
     def waiting_since(self) -> float:
@@ -241,6 +243,32 @@ class Observed:
         """Return `spec.replicas` of the role's VLMPool; None if it does not exist."""
         pool = self.child(names.KIND_POOL, names.child(service, role))
         return None if pool is None else int(pool["spec"]["replicas"])
+
+
+def error_line(output: str, *, last_only: bool = False) -> str:
+    """Return the last line of a process's output that reports an error; "" if there is none.
+
+    A process that a signal ended logs no reason, so for it only the last line counts.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    for line in lines[-1:] if last_only else reversed(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            if str(entry.get("level", "")).upper() in ("ERROR", "CRITICAL", "FATAL"):
+                texts = [str(entry.get(key, "")) for key in ("message", "error")]
+                return one_line(": ".join(filter(None, texts)))
+        elif not _QUIET_LINE.search(line):
+            return one_line(line)
+    return ""
+
+
+def one_line(text: str, *, limit: int = 300) -> str:
+    """Return a text as one line of a condition's message; `; ` is reserved for fixes there."""
+    flat = " ".join(text.split()).rstrip(": ").replace("; ", ", ")
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 def _lived(ended: Mapping[str, Any]) -> float | None:

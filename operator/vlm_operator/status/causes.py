@@ -10,14 +10,20 @@ the same text. Messages contain no duration and no load, so a lasting state is w
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vlm_operator.cluster import epoch_seconds
 from vlm_operator.names import Role
-from vlm_operator.state import ContainerState, Manifest, PodState, Sample
+from vlm_operator.state import (
+    ContainerState,
+    Manifest,
+    PodState,
+    Sample,
+    error_line,
+    one_line,
+)
 
 Reference = tuple[str, str]  # kind and name of an object that a pod refers to
 
@@ -53,7 +59,6 @@ _NAMING = {
     "configMap": ("ConfigMap", "name"),
     "persistentVolumeClaim": (_CLAIM, "claimName"),
 }
-_QUIET_LINE = re.compile(r"\b(INFO|DEBUG|WARNING|WARN|TRACE)\b", re.IGNORECASE)
 _PROBED_SECONDS = 20.0  # no liveness probe ends a process sooner than this
 FIX_MEMORY = "raise resources.limits.memory or lower kv.memory"
 READ_LOG = "read its log with kubectl logs --previous"
@@ -177,10 +182,10 @@ def refused_pods(deployment: Manifest) -> Problem | None:
         cause = f"ResourceQuota {quota[1]} allows {quota[3]}, one more pod requests {quota[2]}"
         return Problem("QuotaExceeded", subject, cause, FIX_QUOTA, since, REFUSED_SECONDS)
     if "exceeded quota" in message:
-        cause = f"pods exceed a ResourceQuota: {_one_line(message.partition('quota: ')[2])}"
+        cause = f"pods exceed a ResourceQuota: {one_line(message.partition('quota: ')[2])}"
         return Problem("QuotaExceeded", subject, cause, FIX_QUOTA, since, REFUSED_SECONDS)
     # each attempt has a new pod name, which would change the message
-    cause = "pods are refused: " + _one_line(re.sub(r'^pods "[^"]*" is ', "", message))
+    cause = "pods are refused: " + one_line(re.sub(r'^pods "[^"]*" is ', "", message))
     return Problem("PodsRefused", subject, cause, FIX_REFUSED, since, REFUSED_SECONDS)
 
 
@@ -193,7 +198,6 @@ def _missing_reference(facts: Facts) -> tuple[str, str] | None:
     for text in (
         facts.pod.unscheduled,
         *(item.waiting_message for item in _waiting(facts.pod, _REFUSED)),
-        facts.pod.mount_failure,
     ):
         if found := _NOT_FOUND.search(text):
             kind, name = _KINDS[found[1].lower()], found[2]
@@ -207,9 +211,6 @@ def _missing_reference(facts: Facts) -> tuple[str, str] | None:
 def _volume_pending(facts: Facts) -> tuple[str, str] | None:
     if "unbound immediate PersistentVolumeClaims" in facts.pod.unscheduled:
         return "a PersistentVolumeClaim is not bound", "give the claim a volume or a StorageClass"
-    if facts.pod.mount_failure:
-        said = _one_line(facts.pod.mount_failure)
-        return f"a volume cannot be mounted: {said}", "correct the volume or the claim"
     return None
 
 
@@ -245,14 +246,14 @@ def _unschedulable(facts: Facts) -> tuple[str, str] | None:
 
 def _image(facts: Facts) -> tuple[str, str] | None:
     for item in _waiting(facts.pod, _IMAGE):
-        said = f": {_one_line(item.waiting_message)}" if item.waiting_message else ""
+        said = f": {one_line(item.waiting_message)}" if item.waiting_message else ""
         return f"{item.waiting}{said}", "correct spec.image or imagePullSecrets"
     return None
 
 
 def _container_refused(facts: Facts) -> tuple[str, str] | None:
     for item in _waiting(facts.pod, _REFUSED):
-        said = f": {_one_line(item.waiting_message)}" if item.waiting_message else ""
+        said = f": {one_line(item.waiting_message)}" if item.waiting_message else ""
         return f"{item.waiting}{said}", "correct the pool's pod or engine fields"
     return None
 
@@ -299,7 +300,7 @@ def _ending(item: ContainerState, role: Role) -> tuple[str, str]:
 def _model_failed(facts: Facts) -> tuple[str, str] | None:
     if facts.sample is None or facts.sample.phase != "failed":
         return None
-    return f"the model failed: {_one_line(facts.sample.message)}", "correct spec.model or engine"
+    return f"the model failed: {one_line(facts.sample.message)}", "correct spec.model or engine"
 
 
 def _access_denied(facts: Facts) -> tuple[str, str] | None:
@@ -309,7 +310,7 @@ def _access_denied(facts: Facts) -> tuple[str, str] | None:
     if not sample.message.startswith(ACCESS_DENIED):
         return None
     fix = "let the operator write the Role and RoleBinding of the service's gateway"
-    return _one_line(sample.message), fix
+    return one_line(sample.message), fix
 
 
 def _node_not_ready(facts: Facts) -> tuple[str, str] | None:
@@ -345,36 +346,12 @@ POD_CAUSES: tuple[Cause, ...] = (
 SERVING_CAUSES = ("DeviceMismatch",)
 
 
-def error_line(output: str) -> str:
-    """Return the last line of a process's output that reports an error; "" if there is none."""
-    for line in reversed(output.strip().splitlines()):
-        text = line.strip()
-        if not text:
-            continue
-        try:
-            entry = json.loads(text)
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict):
-            if str(entry.get("level", "")).upper() in ("ERROR", "CRITICAL", "FATAL"):
-                said = [str(entry.get(key, "")) for key in ("message", "error")]
-                return _one_line(": ".join(filter(None, said)))
-        elif not _QUIET_LINE.search(text):
-            return _one_line(text)
-    return ""
-
-
 def _waiting(pod: PodState, reasons: tuple[str, ...]) -> list[ContainerState]:
     return [item for item in pod.containers if item.waiting in reasons]
 
 
 def _field(facts: Facts, kind: str, name: str) -> str:
     return facts.fields.get((kind, name), "the field that names it")
-
-
-def _one_line(text: str, *, limit: int = 300) -> str:
-    flat = " ".join(text.split()).rstrip(": ").replace("; ", ", ")
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, str, str]]:

@@ -19,7 +19,6 @@ from vlm_operator.status.inputs import StatusInputs
 
 START_SECONDS = 1800.0  # start limit until a start was measured
 LEAST_START_SECONDS = 600.0
-HOLD_SECONDS = 600.0  # a restored replica count is reported for this long
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,7 +153,7 @@ def _blocking(view: StatusInputs, role: Role) -> tuple[str, str]:
         return ("PodsMissing" if view.settled else "Creating"), "pods are being created"
     first = min(waiting, key=lambda pod: (not pod.blocked, pod.created, pod.name))
     if first.blocked:
-        return "PodsFailing", f"pod {first.name}: {first.blocked.replace('; ', ', ')}"
+        return "PodsFailing", f"pod {first.name}: {first.blocked}"
     return "PodsStarting", f"pod {first.name} {_doing(view, first)}"
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from support.fakes import sample_of
 from vlm_operator.names import Role
-from vlm_operator.state import ContainerState, PodState
-from vlm_operator.status.causes import error_line, pod_problem, references, sentence, split
+from vlm_operator.state import ContainerState, PodState, error_line
+from vlm_operator.status.causes import pod_problem, references, sentence, split
 
 POD = PodState(
     name="demo-decode-0", uid="u", role=Role.DECODE, variant="default", revision="r", node="n1",
