@@ -6,7 +6,7 @@ from support.fakes import settle
 from support.world import World, kstatus, rps
 from vlm_operator.cluster import CHILD_KINDS, VLM_SERVICE
 from vlm_operator.errors import NamespaceEndsError
-from vlm_operator.kube import answers
+from vlm_operator.kube import watch_event
 
 
 def test_nothing_is_applied_again_in_a_namespace_that_ends():
@@ -51,4 +51,4 @@ def test_the_api_servers_own_words_are_understood():
     text = "unable to create new content in namespace ns because it is being terminated"
     said = {"code": 403, "reason": "Forbidden", "message": f"services x is forbidden: {text}"}
     with pytest.raises(NamespaceEndsError):
-        answers.event({"type": "ERROR", "object": said})
+        watch_event({"type": "ERROR", "object": said})

@@ -1,4 +1,4 @@
-"""Acquires, renews and releases one Lease object.
+"""Leader election with one Lease, and a fence for writes. kopf's peering allows two leaders.
 
 acquire() ─▶ leading, renewed every 2 s ─┬─▶ 10 s without a renewal: writes stop until one
                                          │   succeeds; no other process led meanwhile
@@ -13,18 +13,22 @@ compared.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, Self, TypeVar
 
-from vlm_operator.cluster import LEASE, Cluster, Manifest
+from vlm_operator.cluster import LEASE, Cluster, Kind, Manifest
 from vlm_operator.errors import ClusterError, ConflictError, LeaseLostError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 5.0  # longest duration of one write: the request timeout of `kube`
+AT_ONCE = 16  # concurrent requests; more do not raise an API server's throughput
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,6 @@ class Lease:
         name: name of the Lease.
         identity: the pod's name, for `spec.holderIdentity`.
         clock: monotonic seconds.
-        timing: durations; None means the defaults.
     """
 
     def __init__(
@@ -71,9 +74,8 @@ class Lease:
         self._clock = clock
         self._timing = timing or Timing()
         self._renewed_at: float | None = None
-        self._seen: tuple[str, float] | None = (
-            None  # resourceVersion of the Lease of another holder, and when we first saw it
-        )
+        # resourceVersion of the Lease of another holder, and when we first saw it
+        self._seen: tuple[str, float] | None = None
         self.epoch = 0
 
     @property
@@ -213,3 +215,91 @@ class Lease:
             "metadata": dict(meta),
             "spec": spec,
         }
+
+
+class Fenced:
+    """A `Cluster` that limits concurrent requests, and writes only if the lease leaves time.
+
+    A request's timeout and its check of the lease start after it passes the limit. So if hundreds
+    of loops wake together, their requests wait here without timing out. If the lease leaves too
+    little time, a write raises LeaseLostError and writes nothing.
+
+    Args:
+        cluster: client for the requests. Renewals of the lease use another one and do not wait.
+        lease: this process's lease.
+        at_once: limit of concurrent requests.
+    """
+
+    def __init__(self, cluster: Cluster, lease: Lease, *, at_once: int = AT_ONCE) -> None:
+        self._cluster = cluster
+        self._lease = lease
+        self._gate = asyncio.Semaphore(at_once)
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        async with self._gate:
+            return await self._cluster.get(kind, namespace, name)
+
+    async def list(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> list[Manifest]:
+        async with self._gate:
+            return await self._cluster.list(kind, namespace, labels)
+
+    async def apply(
+        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
+    ) -> Manifest:
+        async with self._write():
+            return await self._cluster.apply(
+                manifest, manager=manager, subresource=subresource, dry_run=dry_run
+            )
+
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        async with self._write():
+            return await self._cluster.merge(manifest, manager=manager)
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        async with self._write():
+            return await self._cluster.create(manifest)
+
+    async def replace(self, manifest: Manifest) -> Manifest:
+        async with self._write():
+            return await self._cluster.replace(manifest)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
+        async with self._write():
+            await self._cluster.delete(kind, namespace, name, uid=uid)
+
+    @contextlib.asynccontextmanager
+    async def _write(self) -> AsyncIterator[None]:
+        async with self._gate:
+            self._lease.check()
+            yield
+
+
+class BackgroundLoop:
+    """Runs coroutines on an event loop in a thread, so that no turn delays a renewal."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Stop the loop, and cancel coroutines that still run on it."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
+        self._loop.close()
+
+    async def do(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine on the thread's loop; cancelling this call cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
