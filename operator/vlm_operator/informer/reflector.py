@@ -1,4 +1,4 @@
-"""Keeps a store up to date: lists once, then watches repeatedly.
+"""Keeps stores up to date by lists and watches, and reads from them.
 
 list ─▶ watch for `seconds` ─▶ watch from where it ended ─▶ ... ─▶ after `relist`: list again
           └── an error, 410 Gone, or silence ─▶ list again
@@ -15,11 +15,19 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from vlm_operator import names
 from vlm_operator.backoff import Backoff
-from vlm_operator.cluster import VLM_POOL, Kind, Manifest, Source, WatchEventType
+from vlm_operator.cluster import (
+    VLM_POOL,
+    Cluster,
+    Kind,
+    Manifest,
+    Source,
+    WatchEventType,
+    kind_of,
+)
 from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.informer.store import Service, Store
 
@@ -27,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 LIST_WAIT_SECONDS = 5.0  # a read waits for a list as long as a request may take
 GRACE_SECONDS = 10.0  # less than the longest age of an idle turn's view
-LEAST_SECONDS = 1.0  # least time between two lists, if watches end at once
+MIN_LIST_SECONDS = 1.0  # least time between two lists, if watches end at once
 RETRY = Backoff(longest=5.0)
 RELIST_SECONDS = 1800.0
 
@@ -84,7 +92,7 @@ class Informer:
         clock, failures = asyncio.get_running_loop().time, 0
         list_at = float("-inf")
         while True:
-            due = clock() + LEAST_SECONDS
+            due = clock() + MIN_LIST_SECONDS
             try:
                 if clock() >= list_at:
                     await self._list()
@@ -116,7 +124,6 @@ class Informer:
         return self.store.list(namespace, labels)
 
     async def _list(self) -> None:
-        """List all objects into the store."""
         uids: set[str] = set()
         version = 0
         async with contextlib.aclosing(
@@ -131,7 +138,6 @@ class Informer:
         self._whole.set()
 
     async def _watch(self, since: int) -> None:
-        """Apply events to the store until the watch ends."""
         async with contextlib.aclosing(
             self._source.watch(
                 self._kind,
@@ -166,3 +172,67 @@ class Informer:
     def _notify_all(self, services: set[Service]) -> None:
         for service in services:
             self._notify(service)
+
+
+class CachedClient:
+    """A `Cluster` whose lists come from memory; single objects and all writes use the API server.
+
+    A list after a write contains that write: the client puts the answer into the store before it
+    returns.
+
+    Args:
+        cluster: client of the API server, for all other calls.
+        informers: informers by kind and namespace; None means all namespaces.
+    """
+
+    def __init__(
+        self, cluster: Cluster, informers: Mapping[tuple[Kind, str | None], Informer]
+    ) -> None:
+        self._cluster = cluster
+        self._informers = informers
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        return await self._cluster.get(kind, namespace, name)
+
+    async def list(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> list[Manifest]:
+        informer = next(self._informers_of(kind, namespace), None)
+        if informer is None:
+            return await self._cluster.list(kind, namespace, labels)
+        assert label_of(kind) in ("", *(labels or {})), "an informer holds only labelled objects"
+        return await informer.list(namespace, labels or {})
+
+    async def apply(
+        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
+    ) -> Manifest:
+        answer = await self._cluster.apply(
+            manifest, manager=manager, subresource=subresource, dry_run=dry_run
+        )
+        return answer if dry_run else self._written(answer)
+
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        return self._written(await self._cluster.merge(manifest, manager=manager))
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        return self._written(await self._cluster.create(manifest))
+
+    async def replace(self, manifest: Manifest) -> Manifest:
+        return self._written(await self._cluster.replace(manifest))
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
+        await self._cluster.delete(kind, namespace, name, uid=uid)
+        if uid is not None:
+            for informer in self._informers_of(kind, namespace):
+                informer.store.deleted(uid)
+
+    def _written(self, answer: Manifest) -> Manifest:
+        for informer in self._informers_of(kind_of(answer), answer["metadata"].get("namespace")):
+            informer.store.written(answer)
+        return answer
+
+    def _informers_of(self, kind: Kind, namespace: str | None) -> Iterator[Informer]:
+        places = {None, namespace if kind.namespaced else None}
+        return (
+            self._informers[kind, place] for place in places if (kind, place) in self._informers
+        )

@@ -14,13 +14,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from vlm_operator import names
-from vlm_operator.cluster import Kind, Manifest
-from vlm_operator.informer.transform import transform
+from vlm_operator.cluster import NODE, POD, VLM_POOL, Kind, Manifest
+from vlm_operator.state import ANNOTATION_DELETION_COST
 
 Service = tuple[str, str]  # namespace and name
 _Key = tuple[str, str]  # namespace and name of an object
+
+# fields of objects that decisions read
+_META = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "labels",
+    "ownerReferences",
+)
+_POD_STATUS = ("phase", "podIP")
+_CONDITION = ("type", "status", "lastTransitionTime", "message")
+_CONTAINER = ("ready", "restartCount", "state", "lastState")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +60,11 @@ class Store:
         self._held: dict[_Key, _Held] = {}
         self._of: dict[Service, set[_Key]] = {}  # keys by the service in the label
         self._deleted: set[str] = set()  # uids of objects that we deleted
-        self._told = 0  # version of the newest list, event or bookmark
+        self.version = 0  # of the newest list, event or bookmark
 
     def __len__(self) -> int:
         """Return the number of held objects, hidden ones included."""
         return len(self._held)
-
-    @property
-    def version(self) -> int:
-        """Version of the newest list, event or bookmark."""
-        return self._told
 
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:
         """Return objects with `labels`, in one namespace or all, by namespace and name."""
@@ -89,11 +100,7 @@ class Store:
         return self._take(item)
 
     def gone(self, item: Manifest) -> set[Service]:
-        """Remove the object of an event: it was deleted or lost its label.
-
-        Returns:
-            The services whose objects changed.
-        """
+        """Remove an object that was deleted or lost its label; returns the services that had it."""
         meta = item["metadata"]
         version = int(meta["resourceVersion"])
         self.advance(version)
@@ -105,12 +112,12 @@ class Store:
 
     def advance(self, version: int) -> None:
         """Record that all events up to a version have arrived."""
-        self._told = max(self._told, version)
+        self.version = max(self.version, version)
 
     def written(self, answer: Manifest) -> None:
         """Add the API server's answer to one of our writes, unless it is outdated."""
         unknown = _key(answer) not in self._held
-        if unknown and int(answer["metadata"]["resourceVersion"]) <= self._told:
+        if unknown and int(answer["metadata"]["resourceVersion"]) <= self.version:
             return
         self._take(answer)
 
@@ -156,3 +163,64 @@ def _services(item: Manifest) -> set[Service]:
 def _carries(item: Manifest, labels: Mapping[str, str]) -> bool:
     have = item["metadata"].get("labels", {})
     return all(have.get(key) == value for key, value in labels.items())
+
+
+def transform(kind: Kind, item: Manifest) -> Manifest:
+    """Return the part of an object that decisions read, so that the store needs less memory.
+
+    Only VLMPools keep `managedFields`. Pods keep the fields that `observe` reads. Nodes keep
+    labels, readiness and allocatable resources; their image lists, most of their size, are dropped.
+    """
+    if kind == POD:
+        return _pod(item)
+    if kind == NODE:
+        return _node(item)
+    if kind == VLM_POOL:
+        return item
+    meta = {key: value for key, value in item["metadata"].items() if key != "managedFields"}
+    return {**item, "metadata": meta}
+
+
+def _pod(item: Manifest) -> Manifest:
+    meta, spec, status = item["metadata"], item.get("spec", {}), item.get("status", {})
+    cost = meta.get("annotations", {}).get(ANNOTATION_DELETION_COST)
+    notes = {} if cost is None else {"annotations": {ANNOTATION_DELETION_COST: cost}}
+    return {
+        "apiVersion": item["apiVersion"],
+        "kind": item["kind"],
+        "metadata": {**_some(meta, _META), **notes},
+        "spec": {
+            **_some(spec, ("nodeName",)),
+            "containers": [_some(one, ("resources",)) for one in spec.get("containers", [])],
+        },
+        "status": {
+            **_some(status, _POD_STATUS),
+            "conditions": [_some(one, _CONDITION) for one in status.get("conditions", [])],
+            "initContainerStatuses": _containers(status.get("initContainerStatuses", [])),
+            "containerStatuses": _containers(status.get("containerStatuses", [])),
+        },
+    }
+
+
+def _node(item: Manifest) -> Manifest:
+    status = item.get("status", {})
+    conditions = [
+        {"type": one["type"], "status": one["status"]}
+        for one in status.get("conditions", [])
+        if one["type"] == "Ready"
+    ]
+    return {
+        "apiVersion": item["apiVersion"],
+        "kind": item["kind"],
+        "metadata": _some(item["metadata"], _META),
+        "spec": _some(item.get("spec", {}), ("unschedulable",)),
+        "status": {**_some(status, ("allocatable",)), "conditions": conditions},
+    }
+
+
+def _containers(statuses: Iterable[Mapping[str, Any]]) -> list[Manifest]:
+    return [_some(one, _CONTAINER) for one in statuses]
+
+
+def _some(found: Mapping[str, Any], keys: tuple[str, ...]) -> Manifest:
+    return {key: found[key] for key in keys if key in found}

@@ -26,7 +26,8 @@ from vlm_operator.cluster import (
     Cluster,
 )
 from vlm_operator.errors import ClusterError, UnavailableError
-from vlm_operator.informer import CachedClient, Informer, label_of, reflector
+from vlm_operator.informer import reflector
+from vlm_operator.informer.reflector import CachedClient, Informer, label_of
 from vlm_operator.reconcile import (
     NodeClassReconciler,
     NodeClassUsage,
@@ -41,7 +42,7 @@ LABELS = {names.LABEL_SERVICE: "demo"}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reflector, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(reflector, "MIN_LIST_SECONDS", 0.0)
     monkeypatch.setattr(reflector, "RETRY", Backoff(longest=0.001))
     monkeypatch.setattr(reflector, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(reflector, "LIST_WAIT_SECONDS", 0.2)

@@ -21,7 +21,7 @@ from vlm_operator.cluster import (
     VLM_SERVICE,
     WatchEventType,
 )
-from vlm_operator.informer import CachedClient, Informer, label_of
+from vlm_operator.informer.reflector import CachedClient, Informer, label_of
 from vlm_operator.kopf_events import ServiceEvents
 from vlm_operator.reconcile import Cause, Key, Options, Outcome, ServiceReconciler, Workers
 
