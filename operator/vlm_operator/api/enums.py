@@ -104,7 +104,6 @@ class TransferMode(enum.StrEnum):
 
     AUTO = "Auto"
     STREAM = "Stream"
-    SHARED_MEMORY = "SharedMemory"
     RDMA = "RDMA"
 
 

@@ -69,10 +69,7 @@ class Budget(Model):
         le=100_000,
     )
     max_cost_per_hour: Quantity | None = field(
-        None,
-        "Cost of all pools per hour; quote fractions.",
-        example="24.50",
-        unset="no bound",
+        None, "Cost of all pools per hour; quote fractions.", example="24.50", unset="no bound"
     )
     currency: str | None = field(
         None, "Currency of the cost, shown only.", example="EUR", unset="none", max_length=8
@@ -134,9 +131,7 @@ class Autoscaling(Model):
     )
     interval_seconds: int = field(5, "Seconds between two decisions.", example=10, ge=1, le=300)
     missing_metrics: MissingMetrics = field(
-        MissingMetrics.HOLD,
-        "What a pool does while too few of its pods answer.",
-        example="Hold",
+        MissingMetrics.HOLD, "What a pool does while too few of its pods answer.", example="Hold"
     )
     fallback_replicas: FallbackReplicas | None = field(
         None, "Replica counts to hold if missingMetrics is Fallback.", unset="as they are"
@@ -192,7 +187,7 @@ class Transfer(Model):
         not_built(
             f"transfer-{name}",
             f"!has(self.{name}) || self.{name} in ['Auto', 'Stream']",
-            "SharedMemory and RDMA between pods",
+            "RDMA between pods",
             at=f".{name}",
             instead="use Auto or Stream",
         )
