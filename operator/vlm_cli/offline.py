@@ -18,7 +18,7 @@ from vlm_operator.cluster import Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.observe import node_class
-from vlm_operator.reconcile import Options
+from vlm_operator.reconcile.decisions import Options
 from vlm_operator.state import NodeClassState
 
 _UID = "00000000-0000-0000-0000-000000000000"  # placeholder: no cluster assigns one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlm_cli.access import find_service, open_cluster
 from vlm_cli.output import CliError, console
 from vlm_operator import names
-from vlm_operator.apply import write_finalizers
+from vlm_operator.apply.pod_and_status_writes import write_finalizers
 from vlm_operator.cluster import VLM_SERVICE, Cluster, Manifest
 
 _MANAGER = "vlm"

@@ -9,7 +9,7 @@ from pathlib import Path
 from vlm_cli.access import Access, condition, find_service, open_cluster
 from vlm_cli.output import CliError, console
 from vlm_operator import names
-from vlm_operator.apply import MEMORY_KEY
+from vlm_operator.apply.pod_and_status_writes import MEMORY_KEY
 from vlm_operator.autoscale import memory as memories
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.explain import explain, explain_status

@@ -6,38 +6,37 @@ settings ─▶ lease, informers, loops, kopf ─▶ running.lead ─▶ exit st
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import kopf
 
 from vlm_operator import kube
 from vlm_operator.admin import admin
-from vlm_operator.apply import Learned
+from vlm_operator.apply.learned import Learned
 from vlm_operator.autoscale.constants import CONSTANTS, parse_constants
-from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind, Source
+from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind
 from vlm_operator.errors import OperatorError
-from vlm_operator.informer.reflector import CachedClient, Informer, label_of
+from vlm_operator.informer.reflector import CachedClient, Informer
 from vlm_operator.kopf_events import Kopf, ServiceEvents
 from vlm_operator.leader import AT_ONCE, BackgroundLoop, Fenced, Lease, Timing
 from vlm_operator.plan.deployments import Options as PlanOptions
 from vlm_operator.plan.policies import Network
 from vlm_operator.pods.parts import Images
-from vlm_operator.reconcile import (
-    Cause,
-    Key,
+from vlm_operator.reconcile.class_and_pool_status import (
     NodeClassReconciler,
     NodeClassUsage,
-    Options,
     PoolLoop,
-    ServiceReconciler,
-    Workers,
 )
+from vlm_operator.reconcile.decisions import Options
+from vlm_operator.reconcile.queue import Cause, Key
+from vlm_operator.reconcile.service import ServiceReconciler
+from vlm_operator.reconcile.workers import Workers
 from vlm_operator.running import Parts, lead, stop_on_signals
 from vlm_operator.scrape import HttpScraper
 from vlm_operator.settings import Settings
@@ -109,7 +108,14 @@ def _parts(
         workers.notify(service, Cause.POD if kind == POD else Cause.CHILD)
 
     informers = {
-        (kind, namespace): _informer(settings, connection, kind, namespace, notify)
+        (kind, namespace): Informer(
+            connection,
+            kind,
+            namespace,
+            notify=functools.partial(notify, kind),
+            relist=settings.relist_seconds,
+            silence=settings.silence_seconds,
+        )
         for kind in (*CHILD_KINDS, POD, VLM_NODE_CLASS, NODE)
         for namespace in (settings.namespaces if kind.namespaced else ()) or (None,)
     }
@@ -156,24 +162,6 @@ def _parts(
         background=background,
         stop=asyncio.Event(),
         identity=settings.identity,
-    )
-
-
-def _informer(
-    settings: Settings,
-    source: Source,
-    kind: Kind,
-    namespace: str | None,
-    notify: Callable[[Kind, Key], None],
-) -> Informer:
-    return Informer(
-        source,
-        kind,
-        namespace,
-        labelled=label_of(kind),
-        notify=lambda service: notify(kind, service),
-        relist=settings.relist_seconds,
-        silence=settings.silence_seconds,
     )
 
 

@@ -21,11 +21,8 @@ async def admin(
 ) -> AsyncIterator[None]:
     """Serve until the context exits.
 
-    Args:
-        bind: address to listen on.
-        port: TCP port; 0 selects a free one and logs it.
-        problem: returns why the process should be restarted; "" if it is healthy.
-        leading: returns whether the process holds the lease.
+    `problem` returns why the process should be restarted; "" if it is healthy. Port 0 selects a
+    free one and logs it.
 
     Raises:
         OSError: the process cannot listen on the address.
@@ -37,8 +34,8 @@ async def admin(
         )
 
     async def healthz(_: web.Request) -> web.Response:
-        if found := problem():
-            return web.Response(status=503, text=f"{found}\n")
+        if error := problem():
+            return web.Response(status=503, text=f"{error}\n")
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:

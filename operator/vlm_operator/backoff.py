@@ -17,6 +17,6 @@ class Backoff:
     first: float = 1.0
 
     def seconds(self, failures: int) -> float:
-        """Return the pause after so many failures in a row."""
+        """Return the pause after a number of failures in a row."""
         doubled = self.first * 2.0 ** min(max(0, failures - 1), 30)
         return min(self.longest, doubled) * random.uniform(0.7, 1.3)  # noqa: S311

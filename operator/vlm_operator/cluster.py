@@ -20,14 +20,7 @@ Manifest = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One resource of the Kubernetes API.
-
-    Attributes:
-        api_version: for example `apps/v1`, `v1`.
-        kind: for example `Deployment`.
-        plural: name in URLs, for example `deployments`.
-        namespaced: whether its objects are in a namespace.
-    """
+    """A resource of the Kubernetes API, such as `Kind("apps/v1", "Deployment", "deployments")`."""
 
     api_version: str
     kind: str
@@ -109,7 +102,6 @@ def kind_of(manifest: Mapping[str, Any]) -> Kind:
 
 
 def timestamp(seconds: float) -> str:
-    """Return seconds since the epoch as Kubernetes writes times."""
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -166,8 +158,6 @@ class Cluster(Protocol):
 
 
 class WatchEventType(enum.Enum):
-    """The types of watch events, as Kubernetes spells them."""
-
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"
     DELETED = "DELETED"
@@ -176,22 +166,14 @@ class WatchEventType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class WatchEvent:
-    """One watch event, with the object at the time of the event."""
-
     type: WatchEventType
     item: Manifest
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """One page of a list.
-
-    Attributes:
-        version: resourceVersion of the list; equal for all of its pages.
-    """
-
     items: Sequence[Manifest]
-    version: int
+    version: int  # resourceVersion of the list; equal for all of its pages
 
 
 class Source(Protocol):

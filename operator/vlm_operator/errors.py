@@ -20,9 +20,8 @@ class OperatorError(Exception):
 class SpecError(OperatorError):
     """A manifest cannot be satisfied as written.
 
-    Args:
-        path: the field as in the manifest, for example `spec.pools.decode.scaling.replicas`.
-        message: what is wrong and what to write instead.
+    `path` is the field, such as `spec.pools.decode.scaling.replicas`. `message` says what is wrong
+    and what to write instead.
     """
 
     def __init__(self, path: str, message: str) -> None:
@@ -43,13 +42,7 @@ class NameConflictError(OperatorError):
 
 
 class ClusterError(OperatorError):
-    """The API server refused a call.
-
-    Args:
-        status: the HTTP status.
-        reason: `reason` of the returned `Status`: `Invalid`, `Forbidden`, ...
-        message: `message` of the returned `Status`.
-    """
+    """The API server refused a call; `reason` and `message` are those of the `Status` object."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{reason} ({status}): {message}")
@@ -72,3 +65,7 @@ class UnavailableError(ClusterError):
 
 class LeaseLostError(OperatorError):
     """Another process holds the lease, or it was not renewed in time."""
+
+
+# The API server's answers after which a turn ends; other refusals concern one object.
+ENDS_TURN = (UnavailableError, ConflictError, NamespaceEndsError)

@@ -25,7 +25,8 @@ from vlm_operator import names
 from vlm_operator.backoff import Backoff
 from vlm_operator.cluster import Manifest
 from vlm_operator.kube import Connection
-from vlm_operator.reconcile import Cause, Key, Workers
+from vlm_operator.reconcile.queue import Cause, Key
+from vlm_operator.reconcile.workers import Workers
 
 # Annotations by which users request a turn.
 _WAKING = (names.ANNOTATION_RESTARTED_AT, f"{names.GROUP}/reconcile-at")
@@ -43,7 +44,6 @@ class Signature:
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Signature:
-        """Read it from the metadata of an object."""
         notes = meta.get("annotations") or {}
         return cls(
             uid=meta["uid"],
@@ -56,24 +56,18 @@ class Signature:
     def cause_after(self, before: Signature | None) -> Cause | None:
         """Return what the change from `before` causes; None if there is nothing to do.
 
-        We add the finalizer ourselves, so its appearance is no news. A service that is being
+        We add the finalizer ourselves, so its appearance causes nothing. A service that is being
         deleted without it is no longer ours.
         """
         if self.deleting:
             return Cause.DELETION if self.finalizer and self != before else None
-        known = before is not None and self in (
-            before,
-            dataclasses.replace(before, finalizer=True),
-        )
-        return None if known else Cause.SPEC
+        if before is not None and self in (before, dataclasses.replace(before, finalizer=True)):
+            return None
+        return Cause.SPEC
 
 
 class ServiceEvents:
-    """The signatures of all services by events and lists. One event loop writes it.
-
-    Args:
-        workers: take the turns.
-    """
+    """The signatures of all services by events and lists. One event loop writes it."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -81,11 +75,9 @@ class ServiceEvents:
 
     @property
     def signatures(self) -> dict[Key, Signature]:
-        """A copy of the signatures."""
         return dict(self._signatures)
 
     def changed(self, meta: Mapping[str, Any]) -> None:
-        """Record an event of an object that exists."""
         key, signature = _key(meta), Signature.of(meta)
         cause = signature.cause_after(self._signatures.get(key))
         self._signatures[key] = signature
@@ -93,7 +85,6 @@ class ServiceEvents:
             self._workers.add(key, cause)
 
     def deleted(self, key: Key) -> None:
-        """Record the event of an object that no longer exists."""
         self._signatures.pop(key, None)
         self._workers.notify(key, Cause.DELETION)
 
@@ -103,42 +94,30 @@ class ServiceEvents:
         `before` are the signatures before the list. A service counts only if no event changed its
         signature since: else the event and the list were on their way together.
         """
-        found = {_key(item["metadata"]): item["metadata"] for item in listed}
-        count = 0
-        for key in found.keys() | before.keys():
-            known = self._signatures.get(key)
-            now = Signature.of(found[key]) if key in found else None
-            if known == now or known != before.get(key):
+        listed_now = {_key(item["metadata"]): Signature.of(item["metadata"]) for item in listed}
+        num_missed = 0
+        for key in listed_now.keys() | before.keys():
+            present, now = self._signatures.get(key), listed_now.get(key)
+            if present == now or present != before.get(key):
                 continue
-            count += 1
+            num_missed += 1
             if now is None:
                 self.deleted(key)
             else:
                 self._signatures[key] = now
                 self._workers.add(key, Cause.RESYNC)
-        return count
+        return num_missed
 
 
 @dataclasses.dataclass(frozen=True)
 class Kopf:
-    """What kopf's handlers need.
-
-    Attributes:
-        events: takes the events.
-        connect: returns the connection to the API server.
-        watch_seconds: duration of one watch; the next one resumes where it ended.
-        silence_seconds: longest time without an event or a bookmark. The API server sends a
-            bookmark every minute.
-    """
-
     events: ServiceEvents
     connect: Callable[[], Awaitable[Connection]]
-    watch_seconds: int = 300
-    silence_seconds: int = 70
+    watch_seconds: int = 300  # the next watch resumes where this one ended
+    silence_seconds: int = 70  # without event or bookmark; the API server sends one each minute
 
 
 def register(registry: kopf.OperatorRegistry) -> None:
-    """Attach every handler to kopf's registry."""
     kopf.on.startup(registry=registry)(configure)
     kopf.on.login(registry=registry)(login)
     place = (names.GROUP, names.VERSION, names.PLURAL_SERVICE)
@@ -146,7 +125,6 @@ def register(registry: kopf.OperatorRegistry) -> None:
 
 
 async def service_event(event: Any, meta: Any, memo: Any, **_: Any) -> None:
-    """Handle an event of a VLMService."""
     events: ServiceEvents = memo.kopf.events
     if event["type"] == "DELETED":
         events.deleted(_key(meta))
@@ -155,7 +133,6 @@ async def service_event(event: Any, meta: Any, memo: Any, **_: Any) -> None:
 
 
 async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
-    """Set kopf's settings that differ from its defaults."""
     ours: Kopf = memo.kopf
     settings.persistence.finalizer = f"{names.GROUP}/unused"
     settings.posting.enabled = False  # we write Events ourselves, with counts
@@ -179,8 +156,8 @@ class Backoffs:
 
 async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
     """Give kopf a connection; kopf calls it again if the API server refuses the token."""
-    found: Connection = await memo.kopf.connect()
-    return kopf.ConnectionInfo(**dataclasses.asdict(found))
+    connection: Connection = await memo.kopf.connect()
+    return kopf.ConnectionInfo(**dataclasses.asdict(connection))
 
 
 def _key(meta: Mapping[str, Any]) -> Key:

@@ -58,7 +58,6 @@ class KubeCluster:
         self._client = DynamicClient(self._api)
 
     async def close(self) -> None:
-        """Close the connections; the client cannot be used afterwards."""
         await self._api.close()
 
     async def version(self) -> str:
@@ -194,11 +193,7 @@ class KubeCluster:
             # `_request_timeout` too: the client's own default of five minutes would outlive a
             # cancelled write
             response = await self._client.request(
-                method,
-                path,
-                serialize=False,
-                _request_timeout=REQUEST_TIMEOUT_SECONDS,
-                **params,
+                method, path, serialize=False, _request_timeout=REQUEST_TIMEOUT_SECONDS, **params
             )
             return cast("Manifest", json.loads(await response.read()))
 
@@ -309,7 +304,6 @@ def watch_event(line: Manifest) -> WatchEvent:
 
 @contextlib.asynccontextmanager
 async def _typed_errors() -> AsyncIterator[None]:
-    """Convert the client's exceptions to `ClusterError` and its subclasses."""
     try:
         yield
     except ApiException as error:

@@ -49,12 +49,7 @@ class Timing:
 class Lease:
     """One Lease object and this process's view of it.
 
-    Args:
-        cluster: client for the Lease; not fenced.
-        namespace: namespace of the Lease.
-        name: name of the Lease.
-        identity: the pod's name, for `spec.holderIdentity`.
-        clock: monotonic seconds.
+    `cluster` is not fenced; `clock` counts monotonic seconds.
     """
 
     def __init__(
@@ -92,12 +87,11 @@ class Lease:
         Raises:
             LeaseLostError: the remaining time is not more than `WRITE_SECONDS`.
         """
-        left = self.time_left
-        if left <= WRITE_SECONDS:
-            raise LeaseLostError(f"{left:.1f} s of the lease are left, a write may take 5")
+        remaining = self.time_left
+        if remaining <= WRITE_SECONDS:
+            raise LeaseLostError(f"{remaining:.1f} s of the lease are left, a write may take 5")
 
     async def acquire(self) -> None:
-        """Wait until the lease is ours."""
         announced = ""
         while True:
             holder = await self._try()

@@ -70,11 +70,9 @@ READY_REPLICAS = Gauge(
 
 
 def exposition() -> bytes:
-    """Return all metrics in Prometheus' text format."""
     return generate_latest(REGISTRY)
 
 
 def forget(namespace: str, service: str) -> None:
-    """Drop the series of a deleted service."""
     for metric in (SCALE_DECISIONS, DESIRED_REPLICAS, RECOMMENDED_REPLICAS, READY_REPLICAS):
         metric.remove_by_labels({"namespace": namespace, "service": service})

@@ -23,17 +23,13 @@ from vlm_operator.cluster import (
 from vlm_operator.names import Role
 from vlm_operator.state import (
     ANNOTATION_DELETION_COST,
-    ContainerState,
     NodeClassState,
     Observed,
     PodState,
-    error_line,
-    is_pod_of,
-    names_of,
-    one_line,
     owned_by,
-    parted,
 )
+from vlm_operator.state.cluster_view import ContainerState, error_line, one_line
+from vlm_operator.state.owners import is_pod_of, names_of, parted
 
 _ROLES = frozenset(role.value for role in Role)
 _SIGNALLED = 128  # greater exit codes are 128 plus the number of a signal
@@ -53,27 +49,27 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
     async def children(kind: Kind) -> list[Manifest]:
         return await cluster.list(kind, namespace, labels)
 
-    service, (classes, pods, *found) = await asyncio.gather(
+    service, (classes, pods, *objects) = await asyncio.gather(
         cluster.get(VLM_SERVICE, namespace, name),
         asyncio.gather(
-            cluster.list(VLM_NODE_CLASS),
-            children(POD),
-            *(children(kind) for kind in CHILD_KINDS),
+            cluster.list(VLM_NODE_CLASS), children(POD), *(children(kind) for kind in CHILD_KINDS)
         ),
     )
     uid = None if service is None else str(service["metadata"]["uid"])
-    labelled = [item for items in found for item in items]
+    labelled = [item for items in objects for item in items]
     owned, foreign = parted(labelled, lambda item: owned_by(item, uid))
     ours, theirs = (names_of(DEPLOYMENT.kind, some) for some in (owned, foreign))
-    own, strangers = parted(pods, lambda item: is_pod_of(item, name, ours=ours, foreign=theirs))
+    own_pods, foreign_pods = parted(
+        pods, lambda item: is_pod_of(item, name, ours=ours, foreign=theirs)
+    )
     return Observed(
         service=service,
         children=owned,
-        pods=pod_states(list(own.values())),
+        pods=pod_states(list(own_pods.values())),
         node_classes={item["metadata"]["name"]: node_class(item) for item in classes},
         samples={},
         now=now,
-        foreign={**foreign, **strangers},
+        foreign={**foreign, **foreign_pods},
     )
 
 
@@ -93,6 +89,10 @@ def _pod(item: Manifest) -> PodState:
     gate = conditions.get(names.GATE_ACCEPTING)
     statuses = status.get("containerStatuses", [])
     cost = meta.get("annotations", {}).get(ANNOTATION_DELETION_COST, "0")
+    scheduled, unscheduled = conditions.get("PodScheduled", {}), ""
+    if scheduled.get("status") == "False":
+        message = one_line(str(scheduled.get("message", "")), limit=1024)
+        unscheduled = message or "no node was found"
     return PodState(
         name=meta["name"],
         uid=meta["uid"],
@@ -120,27 +120,20 @@ def _pod(item: Manifest) -> PodState:
             ContainerState.of(entry)
             for entry in [*status.get("initContainerStatuses", []), *statuses]
         ),
-        unscheduled=_unscheduled(conditions),
+        unscheduled=unscheduled,
     )
 
 
-def _unscheduled(conditions: Mapping[str, Any]) -> str:
-    found = conditions.get("PodScheduled", {})
-    if found.get("status") != "False":
-        return ""
-    return one_line(str(found.get("message", "")), limit=1024) or "no node was found"
-
-
 def _holds(conditions: Mapping[str, Any], name: str) -> bool:
-    found = conditions.get(name)
-    return found is not None and found["status"] == "True"
+    return bool(conditions.get(name, {}).get("status") == "True")
 
 
 def _since(conditions: Mapping[str, Any], name: str, *, status: str = "True") -> float | None:
-    found = conditions.get(name)
-    if found is None or found["status"] != status:
+    """Return when a condition got a status, in seconds since the epoch; None if it has another."""
+    condition = conditions.get(name)
+    if condition is None or condition["status"] != status:
         return None
-    return epoch_seconds(found["lastTransitionTime"])
+    return epoch_seconds(condition["lastTransitionTime"])
 
 
 def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) -> str:
@@ -188,10 +181,10 @@ def unschedulable(message: str, spec: Manifest) -> str:
 
 def _request(spec: Manifest, resource: str) -> str:
     for container in spec.get("containers", []):
-        found = container.get("resources", {})
-        for part in (found.get("requests", {}), found.get("limits", {})):
-            if resource in part:
-                return str(part[resource])
+        resources = container.get("resources", {})
+        amounts = {**resources.get("limits", {}), **resources.get("requests", {})}
+        if resource in amounts:
+            return str(amounts[resource])
     return "enough"
 
 

@@ -27,7 +27,9 @@ from vlm_operator.errors import ClusterError, LeaseLostError
 from vlm_operator.informer.reflector import Informer
 from vlm_operator.kopf_events import Kopf, ServiceEvents, register
 from vlm_operator.leader import BackgroundLoop, Lease
-from vlm_operator.reconcile import Cause, NodeClassReconciler, PoolLoop, Workers
+from vlm_operator.reconcile.class_and_pool_status import NodeClassReconciler, PoolLoop
+from vlm_operator.reconcile.queue import Cause
+from vlm_operator.reconcile.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,6 @@ class Parts:
     """The parts of the process, as `__main__` builds them.
 
     Attributes:
-        namespaces: namespaces with the VLMServices of this operator; empty for all.
-        resync_seconds: interval of the lists that find changes that no event reported.
         cluster: client that is fenced by the lease.
         background: thread that renews the lease.
         stop: set by a signal that ends the process.
@@ -52,7 +52,7 @@ class Parts:
             which the container's uid does not have.
     """
 
-    namespaces: tuple[str, ...]
+    namespaces: tuple[str, ...]  # empty for all
     workers: Workers
     kopf: Kopf
     resync_seconds: float
@@ -84,8 +84,8 @@ async def lead(parts: Parts) -> int:
         asyncio.create_task(work)
         for work in (
             _resync(parts),
-            _tend(parts.classes, "node classes failed"),
-            _tend(parts.pools, "VLMPools failed"),
+            _run_periodically(parts.classes, "node classes failed"),
+            _run_periodically(parts.pools, "VLMPools failed"),
             _measure_lag(),
             *(informer.run() for informer in parts.informers),
         )
@@ -119,7 +119,6 @@ async def lead(parts: Parts) -> int:
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Stop on SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
@@ -141,22 +140,21 @@ async def _keep(parts: Parts) -> None:
 
 
 async def _resync(parts: Parts) -> None:
-    """Compare lists of VLMServices with the events from kopf."""
     events: ServiceEvents = parts.kopf.events
     while True:
         await asyncio.sleep(parts.resync_seconds)
         before = events.signatures
         with contextlib.suppress(ClusterError):
-            found = [
+            services = [
                 item
                 for namespace in parts.namespaces or (None,)
                 for item in await parts.cluster.list(VLM_SERVICE, namespace)
             ]
             await asyncio.sleep(LATE_SECONDS)
-            metrics.MISSED_EVENTS.inc(events.missed(before, found))
+            metrics.MISSED_EVENTS.inc(events.missed(before, services))
 
 
-async def _tend(loop: NodeClassReconciler | PoolLoop, failed: str) -> None:
+async def _run_periodically(loop: NodeClassReconciler | PoolLoop, failed: str) -> None:
     """Update the status of node classes, or of VLMPools, until the task is cancelled."""
     while True:
         try:
@@ -167,7 +165,6 @@ async def _tend(loop: NodeClassReconciler | PoolLoop, failed: str) -> None:
 
 
 async def _measure_lag() -> None:
-    """Record the lag of the event loop."""
     clock = asyncio.get_running_loop().time
     while True:
         due = clock() + LAG_SECONDS

@@ -22,14 +22,13 @@ from vlm_operator.names import Role
 from vlm_operator.state import (
     ItlHistogram,
     KvTokens,
-    ModelFacts,
-    Phase,
     PodState,
     Sample,
     StageSeconds,
     Ttft,
     WorkCounters,
 )
+from vlm_operator.state.pod_stats import ModelFacts, Phase
 
 TIMEOUT_SECONDS = 2.0
 MAX_BYTES = 256 * 1024
@@ -42,8 +41,6 @@ _PHASES = ("loading", "ready", "draining", "failed")
 
 
 class Scraper(Protocol):
-    """The interface of `HttpScraper` and of the tests' fakes."""
-
     async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
         """Return the sample of every pod with a valid answer, by uid; raises no error."""
         ...
@@ -57,13 +54,11 @@ class HttpScraper:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
-        """See `Scraper.scrape`."""
         reachable = [pod for pod in pods if pod.ip and not pod.finished]
         gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -71,8 +66,8 @@ class HttpScraper:
             async with gate:
                 return await self._read(pod)
 
-        found = await asyncio.gather(*(read(pod) for pod in reachable))
-        return {sample.pod_uid: sample for sample in found if sample is not None}
+        samples = await asyncio.gather(*(read(pod) for pod in reachable))
+        return {sample.pod_uid: sample for sample in samples if sample is not None}
 
     async def _read(self, pod: PodState) -> Sample | None:
         assert pod.ip is not None
@@ -118,6 +113,9 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
     if not isinstance(value["accepting"], bool):
         raise TypeError("accepting is no boolean")
     queue = value["queue"]
+    # pods of version 0.1 report the counter of started work under its old name
+    started = "started_work_seconds_total"
+    started = started if started in queue else "admitted_work_seconds_total"
     return Sample(
         pod_uid=_text(value["pod_uid"]),
         boot_id=_text(value["boot_id"]),
@@ -128,7 +126,7 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
         inflight=_count(value["inflight"]),
         queued_requests=_count(queue["requests"]),
         queued_work_seconds=_seconds(queue["work_seconds"]),
-        started_work_seconds=_seconds(_started(queue)),
+        started_work_seconds=_seconds(queue[started]),
         kv=_optional(value["kv"], _kv),
         model=_optional(value["model"], _model),
         ttft={name: _ttft(item) for name, item in (value["ttft"] or {}).items()},
@@ -159,11 +157,11 @@ def _count(value: object) -> int:
     return value
 
 
-def _seconds(value: object) -> float:
+def _seconds(value: object, *, limit: float = MAX_SECONDS) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
-    if not 0 <= value <= MAX_SECONDS:
-        raise ValueError("no duration")
+    if not 0 <= value <= limit:
+        raise ValueError(f"{value!r} is not within 0 and {limit:g}")
     return float(value)
 
 
@@ -204,12 +202,6 @@ def _ttft(value: Mapping[str, Any]) -> Ttft:
     )
 
 
-def _started(queue: Mapping[str, Any]) -> Any:
-    """Return the counter of started work; pods of version 0.1 report it under its old name."""
-    name = "started_work_seconds_total"
-    return queue[name] if name in queue else queue["admitted_work_seconds_total"]
-
-
 def _gaps(value: Mapping[str, Any]) -> ItlHistogram:
     return ItlHistogram(count=_count(value["count"]), buckets=_buckets(value["buckets"]))
 
@@ -220,31 +212,22 @@ def _busy(value: Mapping[str, Any]) -> WorkCounters:
         calls=_count(value["calls"]),
         items=_count(value["items"]),
         units=_count(value["units"]),
-        squares=_squares(value["squares"]),
+        squares=_seconds(value["squares"], limit=MAX_SECONDS**2),
     )
-
-
-def _squares(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    if not 0 <= value <= MAX_SECONDS**2:
-        raise ValueError("no sum of squares")
-    return float(value)
 
 
 def _buckets(value: Mapping[str, Any]) -> dict[float, int]:
     """Return cumulative counts by ascending upper bound in seconds."""
-    found = {
+    counts = {
         math.inf if bound == "+Inf" else _seconds(float(bound)): _count(count)
         for bound, count in value.items()
     }
-    ordered = dict(sorted(found.items()))
+    ordered = dict(sorted(counts.items()))
     if list(ordered.values()) != sorted(ordered.values()):
         raise ValueError("buckets are not cumulative")
     return ordered
 
 
 def _drop(reason: str) -> Sample | None:
-    """Count a dropped answer; return None in place of a sample."""
     BAD_SAMPLES.labels(reason=reason).inc()
     return None

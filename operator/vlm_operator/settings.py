@@ -47,8 +47,8 @@ class Settings:
     @classmethod
     def read(cls, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
         """Parse a command line; if it is invalid, exit with a message and status 2."""
-        found = os.environ if environ is None else environ  # noqa: TID251
-        options = vars(_parser(found).parse_args(argv))
+        environment = os.environ if environ is None else environ  # noqa: TID251
+        options = vars(_parser(environment).parse_args(argv))
         options["namespaces"] = tuple(options["namespaces"])
         for name in ("api_server_ports", "dns_ports"):
             options[name] = tuple(options[name]) or getattr(cls, name)
@@ -102,7 +102,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--watch-seconds", type=int, default=default.watch_seconds, metavar="S",
         help="duration of one watch of VLMServices (%(default)s)")  # fmt: skip
     add("--silence-seconds", type=int, default=default.silence_seconds, metavar="S",
-        help="time without event or bookmark after which a watch is dead; above 60 "
+        help="time without event or bookmark after which a watch counts as broken; above 60 "
         "(%(default)s)")  # fmt: skip
     add("--spare-seconds", type=float, default=default.spare_seconds, metavar="S",
         help="time that a new pod waits for a node before the rollout drains another pod for it "

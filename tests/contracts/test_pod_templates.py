@@ -15,8 +15,7 @@ import yaml
 from support.world import empty, service
 from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
-from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import TurnPlan, plan_turn
+from vlm_operator.reconcile.decisions import Options, TurnPlan, plan_turn
 from vlm_operator.state import NodeClassState, Resolved
 
 HERE = pathlib.Path(__file__).parent

@@ -63,7 +63,6 @@ class Rule:
     reason: str = _DEFAULT_REASON
 
     def schema(self) -> dict[str, Any]:
-        """Return the entry of `x-kubernetes-validations`."""
         entry = {"rule": self.holds}
         entry |= {"messageExpression": self.says} if self.says else {"message": self.message}
         if self.at:
@@ -74,14 +73,9 @@ class Rule:
 
 
 def not_built(name: str, holds: str, what: str, *, at: str = "", instead: str = "") -> Rule:
-    """Return a rule that refuses a setting which is not implemented yet.
+    """Return a rule that refuses the setting `what`, which is not implemented yet.
 
-    Args:
-        name: name of the rule.
-        holds: CEL that is true if the setting is not used.
-        what: the setting, for the message.
-        at: path of the field.
-        instead: what to write instead, for the message.
+    `holds` is CEL that is true if the setting is not used. `instead` says what to write.
     """
     hint = f"; {instead}" if instead else ""
     return Rule(
@@ -102,7 +96,6 @@ class Rules:
     def __get_pydantic_json_schema__(
         self, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Add the rule to the type's schema."""
         schema = handler(core_schema)
         rules = [*schema.get("x-kubernetes-validations", []), self.rule.schema()]
         return {**schema, "x-kubernetes-validations": rules}
@@ -112,11 +105,7 @@ def shaped(name: str, pattern: str, message: str) -> Rules:
     """Return a rule with a readable message for a pattern; use it beside a Field with that pattern.
 
     The CustomResourceDefinition then has the rule instead of the pattern (`vlm_cli.definitions`).
-
-    Args:
-        name: name of the rule.
-        pattern: an RE2 expression without a single quote.
-        message: what is wrong and what to write instead.
+    `pattern` is an RE2 expression without a single quote.
     """
     return Rules(Rule(name=name, holds=f"self.matches(r'{pattern}')", message=message))
 
@@ -145,7 +134,6 @@ class Model(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Add the model's rules to its schema."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         if cls.rules:
             schema["x-kubernetes-validations"] = [rule.schema() for rule in cls.rules]
@@ -158,8 +146,8 @@ class Model(BaseModel):
             extra = info.json_schema_extra
             if isinstance(extra, dict) and KEY_MAP_KEYS in extra:
                 (key,) = cast("list[str]", extra[KEY_MAP_KEYS])
-                found = [getattr(item, to_snake(key)) for item in getattr(self, name) or ()]
-                twice = sorted({str(item) for item in found if found.count(item) > 1})
+                values = [getattr(item, to_snake(key)) for item in getattr(self, name) or ()]
+                twice = sorted({str(item) for item in values if values.count(item) > 1})
                 if twice:
                     message = f"{to_camel(name)}: two items with the {key} {twice[0]}"
                     raise ValueError(message)

@@ -6,15 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from vlm_operator.api.base import (
-    Bytes,
-    DeviceName,
-    Model,
-    ObjectName,
-    Quantity,
-    Rule,
-    field,
-)
+from vlm_operator.api.base import Bytes, DeviceName, Model, ObjectName, Quantity, Rule, field
 from vlm_operator.api.enums import ScalingMode
 from vlm_operator.api.placement import Labels, Toleration
 from vlm_operator.api.policy import PoolRole

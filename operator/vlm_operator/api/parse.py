@@ -65,12 +65,7 @@ def parse(body: Mapping[str, Any]) -> VLMService:
 
 
 def resolve(service: VLMService, *, worker_image: str) -> VLMService:
-    """Fill in every default that is not a constant.
-
-    Args:
-        service: the service as the user wrote it.
-        worker_image: default image, a setting of the operator.
-    """
+    """Fill in every default that is not a constant."""
     spec = service.spec
     image = spec.image or worker_image
     pools = {
@@ -105,12 +100,12 @@ def effective(service: VLMService, resolved: VLMService) -> dict[str, Any]:
     return missing
 
 
-def _missing(whole: Any, given: Any) -> Any:
-    """Return the part of `whole` that `given` lacks; lists count as one value."""
-    if not isinstance(whole, dict) or not isinstance(given, dict):
+def _missing(whole: Any, written: Any) -> Any:
+    """Return the part of `whole` that `written` lacks; lists count as one value."""
+    if not isinstance(whole, dict) or not isinstance(written, dict):
         return None
     rest = {
-        key: value if key not in given else _missing(value, given[key])
+        key: value if key not in written else _missing(value, written[key])
         for key, value in whole.items()
     }
     return {
@@ -121,12 +116,12 @@ def _missing(whole: Any, given: Any) -> Any:
 def _without_empty(value: Any) -> Any:
     """Drop empty maps and lists at every depth; return None for an empty result."""
     if isinstance(value, dict):
-        kept = {
+        rest = {
             key: pruned
             for key, item in value.items()
             if (pruned := _without_empty(item)) is not None
         }
-        return kept or None
+        return rest or None
     return None if value == [] else value
 
 

@@ -137,9 +137,7 @@ class Placement(Model):
     )
     tolerations: list[Toleration] = field([], "Taints that these pods tolerate.", max_length=16)
     affinity: Open | None = field(
-        None,
-        "Affinity as in a Kubernetes pod. The operator checks it by a dry run.",
-        unset="none",
+        None, "Affinity as in a Kubernetes pod. The operator checks it by a dry run.", unset="none"
     )
 
 
@@ -163,15 +161,9 @@ def _at_most_the_limit(name: str) -> Rule:
 class ResourceRequirements(Model):
     """CPU, memory and devices of one pod."""
 
-    requests: Resources = field(
-        {},
-        "Resources that the scheduler reserves.",
-        example={"cpu": "2"},
-    )
+    requests: Resources = field({}, "Resources that the scheduler reserves.", example={"cpu": "2"})
     limits: Resources = field(
-        {},
-        "Maximum resources of a pod, devices included.",
-        example={"nvidia.com/gpu": "1"},
+        {}, "Maximum resources of a pod, devices included.", example={"nvidia.com/gpu": "1"}
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

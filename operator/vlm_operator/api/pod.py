@@ -38,9 +38,7 @@ OWNED_MOUNTS = ("/models", "/tmp")  # noqa: S108
 
 EnvName = Annotated[str, Field(max_length=128, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
 Annotations = Annotated[
-    dict[LabelKey, AnnotationValue],
-    Field(max_length=32),
-    keyed("annotation-keys", ANNOTATION_KEY),
+    dict[LabelKey, AnnotationValue], Field(max_length=32), keyed("annotation-keys", ANNOTATION_KEY)
 ]
 _DATA_KEY = r"^[.]{0,2}[-_A-Za-z0-9][-._A-Za-z0-9]*$"
 # No part of a path is empty, "." or ".."; parts of three and more dots are refused, too.

@@ -79,11 +79,7 @@ class Drain(Model):
     """The drain of a pool's pods."""
 
     timeout_seconds: int = field(
-        600,
-        "Seconds that a pod has to finish its requests.",
-        example=120,
-        ge=1,
-        le=86400,
+        600, "Seconds that a pod has to finish its requests.", example=120, ge=1, le=86400
     )
     max_concurrent: int = field(1, "Pods that drain at once.", example=2, ge=1, le=100)
 
@@ -162,9 +158,7 @@ class Pool(Model):
         ..., "The number of replicas, and how it is decided.", restarts=Restarts.NONE
     )
     kv: KvCache | None = field(
-        None,
-        "Memory of the KV cache; prefill and decode only.",
-        restarts=Restarts.PODS,
+        None, "Memory of the KV cache; prefill and decode only.", restarts=Restarts.PODS
     )
     drain: Drain = field(Drain(), "How pods end.", restarts=Restarts.NONE)
     disruption: Disruption = field(
@@ -218,9 +212,7 @@ class Pools(Model):
         restarts=Restarts.PODS,
     )
     decode: Pool = field(
-        ...,
-        "Computes the further tokens. Bound by memory bandwidth.",
-        restarts=Restarts.PODS,
+        ..., "Computes the further tokens. Bound by memory bandwidth.", restarts=Restarts.PODS
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

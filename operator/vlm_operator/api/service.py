@@ -48,11 +48,7 @@ class VLMServiceSpec(Model):
         restarts=Restarts.PODS,
     )
     image_pull_secrets: list[NameRef] = field(
-        [],
-        "Secrets for pulling the images.",
-        restarts=Restarts.PODS,
-        keys="name",
-        max_length=8,
+        [], "Secrets for pulling the images.", restarts=Restarts.PODS, keys="name", max_length=8
     )
     model: ModelSource = field(..., "The model that the service serves.")
     pools: Pools = field(..., "One pool per role; decode is required.", restarts=Restarts.PODS)

@@ -25,7 +25,7 @@ from typing import Any
 
 from vlm_operator.api import quantity
 from vlm_operator.cluster import Manifest
-from vlm_operator.state import ANNOTATION_APPLIED
+from vlm_operator.state.deployments import ANNOTATION_APPLIED
 
 # Merge keys of lists, tried in this order.
 _KEYS = (
@@ -89,16 +89,13 @@ def drift(
     Empty maps, lists and strings count as absent, because the API server drops them. Quantities
     are compared by value, because the API server rewrites them.
 
-    Args:
-        live: the object in the API server.
-        wanted: the manifest.
-        learned: answers to dry runs of such manifests; None if unknown. If None, added fields
-            outside of selectors are accepted.
+    `learned` are answers to dry runs of such manifests. If it is None, they are unknown, and added
+    fields outside of selectors are accepted.
     """
     return tuple(_Walk(str(wanted.get("kind", ""))).object(live, wanted, learned))
 
 
-def patch(wanted: Manifest, found: Sequence[Drift]) -> Manifest:
+def patch(wanted: Manifest, drifts: Sequence[Drift]) -> Manifest:
     """Return the merge patch that removes added fields: null per key, lists as a whole."""
     meta = wanted["metadata"]
     result: Manifest = {
@@ -106,7 +103,7 @@ def patch(wanted: Manifest, found: Sequence[Drift]) -> Manifest:
         "kind": wanted["kind"],
         "metadata": {key: meta[key] for key in ("name", "namespace", "uid") if key in meta},
     }
-    for item in found:
+    for item in drifts:
         lists = [at for at, step in enumerate(item.steps) if isinstance(step, int)]
         whole = item.steps[: lists[0]] if lists else item.steps
         node: Any = result
@@ -118,8 +115,6 @@ def patch(wanted: Manifest, found: Sequence[Drift]) -> Manifest:
 
 
 class _Walk:
-    """One comparison of an object of a kind."""
-
     def __init__(self, kind: str) -> None:
         self._assigned = _ASSIGNED.get(kind)
 
@@ -156,9 +151,9 @@ class _Walk:
         if not exact or at[:1] == ("metadata",):
             return
         for key in sorted(set(live) - set(wanted)):
-            found = Drift((*at, key), added=True)
-            if not self._expected(live[key], _below(learned or (), key) or (), found):
-                yield found
+            field = Drift((*at, key), added=True)
+            if not self._expected(live[key], _below(learned or (), key) or (), field):
+                yield field
 
     def _list(
         self,
@@ -184,14 +179,16 @@ class _Walk:
             for index, (have, item) in enumerate(zip(live, wanted, strict=True)):
                 yield from self._any(have, item, _below(learned, index), (*at, index))
             return
-        known = {item.get(key): item for item in live if isinstance(item, dict)}
-        extra = set(known) - {item[key] for item in wanted}
+        live_items = {item.get(key): item for item in live if isinstance(item, dict)}
+        extra = set(live_items) - {item[key] for item in wanted}
         if at[-1] not in _SHARED:
-            take_news = [_by(key, answer) for answer in learned or ()]
-            injected = {name for answer in take_news for name in answer}
+            answers = [_by(key, answer) for answer in learned or ()]
+            injected = {name for answer in answers for name in answer}
             if any(
                 name not in injected
-                or not any(_equal(known[name], one.get(name), Drift(at).path) for one in take_news)
+                or not any(
+                    _equal(live_items[name], one.get(name), Drift(at).path) for one in answers
+                )
                 for name in extra
             ):
                 yield Drift(at, added=True)
@@ -201,11 +198,11 @@ class _Walk:
                 for one in (_by(key, answer) for answer in learned)
                 if item[key] in one
             ]
-            yield from self._any(known.get(item[key]), item, below, (*at, index))
+            yield from self._any(live_items.get(item[key]), item, below, (*at, index))
 
-    def _expected(self, value: Any, learned: Sequence[Any], found: Drift) -> bool:
+    def _expected(self, value: Any, learned: Sequence[Any], field: Drift) -> bool:
         """Whether a field outside of the manifest is empty, assigned or learned."""
-        path = f".{found.path}"
+        path = f".{field.path}"
         return (
             value in _EMPTY
             or (self._assigned is not None and self._assigned.fullmatch(path) is not None)
@@ -217,13 +214,13 @@ def _below(learned: Sequence[Any] | None, step: str | int) -> Sequence[Any] | No
     """Return the value at `step` of each answer that has it; None if nothing is learned."""
     if learned is None:
         return None
-    found = []
+    values = []
     for answer in learned:
         if isinstance(step, str) and isinstance(answer, Mapping) and step in answer:
-            found.append(answer[step])
+            values.append(answer[step])
         if isinstance(step, int) and isinstance(answer, list) and step < len(answer):
-            found.append(answer[step])
-    return found
+            values.append(answer[step])
+    return values
 
 
 def _by(key: str, items: Any) -> Mapping[Any, Any]:
@@ -247,22 +244,18 @@ def _equal(live: Any, other: Any, path: str) -> bool:
 def _same(live: Any, wanted: Any, path: str) -> bool:
     if live == wanted or (wanted in _EMPTY and live in _EMPTY):
         return True
-    return _QUANTITIES.search(f".{path}") is not None and _same_quantity(live, wanted)
-
-
-def _key(items: Sequence[Mapping[str, Any]]) -> str | None:
-    return next((name for name in _KEYS if _tells_apart(items, name)), None)
-
-
-def _tells_apart(items: Sequence[Mapping[str, Any]], key: str) -> bool:
-    values = [item.get(key) for item in items]
-    return None not in values and len({str(value) for value in values}) == len(values)
-
-
-def _same_quantity(live: Any, wanted: Any) -> bool:
-    if not isinstance(live, str | int) or not isinstance(wanted, str | int):
+    if _QUANTITIES.search(f".{path}") is None or not isinstance(live, str | int):
         return False
     try:
         return quantity.parse(str(live)) == quantity.parse(str(wanted))
     except ValueError:
         return False
+
+
+def _key(items: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the merge key of a list: the first that all items have with different values."""
+    for key in _KEYS:
+        values = {str(item[key]) for item in items if item.get(key) is not None}
+        if len(values) == len(items):
+            return key
+    return None

@@ -116,11 +116,10 @@ def _masked(value: Any, service: str, key: str = "") -> Any:
 
 
 def _trial(manifest: Manifest) -> Manifest:
-    """Return the manifest under a random unused name."""
-    found = copy.deepcopy(manifest)
-    meta = found["metadata"]
+    trial = copy.deepcopy(manifest)
+    meta = trial["metadata"]
     meta["name"] = f"triptych-dry-run-{secrets.token_hex(6)}"
     meta.pop("uid", None)
-    if found["kind"] == names.KIND_POOL:
-        found["spec"].setdefault("replicas", 0)  # required; the autoscaler owns it
-    return found
+    if trial["kind"] == names.KIND_POOL:
+        trial["spec"].setdefault("replicas", 0)  # required; the autoscaler owns it
+    return trial

@@ -19,15 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from vlm_operator import names
 from vlm_operator.backoff import Backoff
-from vlm_operator.cluster import (
-    VLM_POOL,
-    Cluster,
-    Kind,
-    Manifest,
-    Source,
-    WatchEventType,
-    kind_of,
-)
+from vlm_operator.cluster import VLM_POOL, Cluster, Kind, Manifest, Source, WatchEventType, kind_of
 from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.informer.store import Service, Store
 
@@ -53,9 +45,8 @@ class Informer:
 
     Args:
         source: client that lists and watches.
-        kind: kind of the watched objects.
+        kind: kind of the watched objects; `label_of` selects them.
         namespace: watched namespace; None for all.
-        labelled: label that selects objects; "" selects all.
         notify: called with each service whose objects changed.
         seconds: longest duration of one watch.
         relist: seconds after which all objects are listed again.
@@ -68,7 +59,6 @@ class Informer:
         kind: Kind,
         namespace: str | None,
         *,
-        labelled: str,
         notify: Callable[[Service], None],
         seconds: float = 60.0,
         relist: float = RELIST_SECONDS,
@@ -77,7 +67,7 @@ class Informer:
         self._source = source
         self._kind = kind
         self._namespace = namespace
-        self._labelled = labelled
+        self._labelled = label_of(kind)
         self._notify = notify
         self._seconds = seconds
         self._relist = relist
@@ -179,10 +169,6 @@ class CachedClient:
 
     A list after a write contains that write: the client puts the answer into the store before it
     returns.
-
-    Args:
-        cluster: client of the API server, for all other calls.
-        informers: informers by kind and namespace; None means all namespaces.
     """
 
     def __init__(

@@ -73,9 +73,9 @@ class Store:
             keys: Iterable[_Key] = self._of.get((namespace, service), ())
         else:
             keys = self._held
-        found = (self._held[key] for key in sorted(keys) if namespace in (None, key[0]))
+        entries = (self._held[key] for key in sorted(keys) if namespace in (None, key[0]))
         return [
-            held.item for held in found if not self._hidden(held) and _carries(held.item, labels)
+            held.item for held in entries if not self._hidden(held) and _carries(held.item, labels)
         ]
 
     def page(self, items: Iterable[Manifest]) -> set[Service]:
@@ -222,5 +222,5 @@ def _containers(statuses: Iterable[Mapping[str, Any]]) -> list[Manifest]:
     return [_some(one, _CONTAINER) for one in statuses]
 
 
-def _some(found: Mapping[str, Any], keys: tuple[str, ...]) -> Manifest:
-    return {key: found[key] for key in keys if key in found}
+def _some(fields: Mapping[str, Any], keys: tuple[str, ...]) -> Manifest:
+    return {key: fields[key] for key in keys if key in fields}

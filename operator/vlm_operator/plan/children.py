@@ -29,12 +29,7 @@ from vlm_operator.cluster import (
     Manifest,
 )
 from vlm_operator.names import Role
-from vlm_operator.plan.deployments import (
-    Options,
-    deployments,
-    gateway_deployments,
-    owner_reference,
-)
+from vlm_operator.plan.deployments import Options, deployments, gateway_deployments, owner_reference
 from vlm_operator.plan.policies import network_policies
 from vlm_operator.pods.gateway import CONFIG_KEY, gateway_config
 from vlm_operator.pods.parts import object_labels, selector
@@ -53,7 +48,6 @@ class Plan:
 
     @property
     def named(self) -> frozenset[tuple[str, str]]:
-        """Kind and name of every object."""
         return frozenset((item["kind"], item["metadata"]["name"]) for item in self.objects)
 
 
@@ -69,33 +63,29 @@ def plan(
 ) -> Plan:
     """Decide every object of a service.
 
-    Args:
-        service: the service with its defaults filled in.
-        observed: the observed state. Deployments of old revisions change only their replicas.
-        revisions: target revision of each role and variant.
-        replicas: replicas of every Deployment that should exist now, by role, variant and revision.
-        desired: replicas of each pool after the rollout.
-        step: step of the rollout: gateway replicas by compat, and annotations of Deployments.
-        options: the operator's settings.
+    Of Deployments of old revisions, only replicas and annotations change. `replicas` are those of
+    every Deployment that should exist now, `desired` those of each pool after the rollout. `step`
+    has the gateway replicas by compat, and annotations of Deployments.
     """
-    found: list[Manifest] = [
-        _object(service, SERVICE_ACCOUNT, role, automountServiceAccountToken=False)
-        for role in (*service.spec.pools.present, Role.GATEWAY)
-    ]
-    found.append(_object(service, ROLE, Role.GATEWAY, rules=[dict(GATEWAY_RULE)]))
-    found.append(_role_binding(service))
-    found.append(_gateway_config(service))
-    found.extend(
-        _object(service, NETWORK_POLICY, role, spec=spec)
-        for role, spec in network_policies(service, options.network).items()
+    roles = service.spec.pools.present
+    policies = network_policies(service, options.network)
+    return Plan(
+        (
+            *(
+                _object(service, SERVICE_ACCOUNT, role, automountServiceAccountToken=False)
+                for role in (*roles, Role.GATEWAY)
+            ),
+            _object(service, ROLE, Role.GATEWAY, rules=[dict(GATEWAY_RULE)]),
+            _role_binding(service),
+            _gateway_config(service),
+            *(_object(service, NETWORK_POLICY, role, spec=spec) for role, spec in policies.items()),
+            *_services(service),
+            *_budgets(service, observed, desired),
+            *(_pool(service, role) for role in roles),
+            *deployments(service, observed, revisions, replicas, step),
+            *gateway_deployments(service, observed, revisions[Role.GATEWAY, ""], step),
+        )
     )
-    found.extend(_services(service))
-    found.extend(_budgets(service, observed, desired))
-    found.extend(_pool(service, role) for role in service.spec.pools.present)
-    found.extend(deployments(service, observed, revisions, replicas, step))
-    gateway = revisions[Role.GATEWAY, ""]
-    found.extend(gateway_deployments(service, observed, gateway, step))
-    return Plan(tuple(found))
 
 
 def replicas_apply(service: VLMService, role: Role, replicas: int) -> Manifest:

@@ -18,14 +18,12 @@ from vlm_operator.pods.gateway import gateway_template
 from vlm_operator.pods.parts import Images, labels, selector
 from vlm_operator.pods.worker import worker_template
 from vlm_operator.rollout.steps import Step
-from vlm_operator.state import (
+from vlm_operator.state import Observed, Resolved, Revision
+from vlm_operator.state.deployments import (
     ANNOTATION_FAILED,
     ANNOTATION_INITIAL,
     ANNOTATION_INPUTS,
     ANNOTATION_RESOLVED,
-    Observed,
-    Resolved,
-    Revision,
 )
 
 _OWN_LABELS = (f"{names.GROUP}/", "app.kubernetes.io/")
@@ -33,8 +31,6 @@ _OWN_LABELS = (f"{names.GROUP}/", "app.kubernetes.io/")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The operator's settings that enter a plan."""
-
     images: Images = dataclasses.field(default_factory=Images)
     network: Network = dataclasses.field(default_factory=Network)
 
@@ -71,10 +67,10 @@ def deployments(
         notes = _notes(step, key)
         revision = current.get(key)
         # an existing Deployment keeps its name; version 0.1 used other names
-        known = live.get(key) or names.deployment(service.name, role, name, identity)
-        if revision is None or _of_another_operator(observed, known, revision):
+        deployment_name = live.get(key) or names.deployment(service.name, role, name, identity)
+        if revision is None or _of_another_operator(observed, deployment_name, revision):
             # its pod template is unknown to this operator, so only the replicas change
-            yield _as_it_was(service, observed, known, count, notes)
+            yield _as_it_was(service, observed, deployment_name, count, notes)
             continue
         pool = service.spec.pools.of(role)
         assert pool is not None
@@ -83,7 +79,7 @@ def deployments(
         yield _deployment(
             service,
             revision,
-            known,
+            deployment_name,
             count,
             template,
             match={**selector(service.name, role), names.LABEL_VARIANT: name}
@@ -105,25 +101,22 @@ def gateway_deployments(
     usual = names.child(service.name, Role.GATEWAY)
     taken = {item.name for item in live.values()}
     for compat, count in sorted(step.gateways.items()):
-        known = live.get(compat)
-        note = (
-            {}
-            if known is None or known.initial is None
-            else {ANNOTATION_INITIAL: f"{known.initial}"}
-        )
+        present = live.get(compat)
         if compat != revision.resolved.compat:
-            assert known is not None, f"gateways of {compat} are in the step, so they were seen"
-            if count < known.desired and not note:
-                note = {ANNOTATION_INITIAL: f"{known.desired}"}
-            yield _as_it_was(service, observed, known.name, count, note)
+            assert present is not None, f"gateways of {compat} are in the step, so they were seen"
+            initial = present.initial
+            if initial is None and count < present.desired:
+                initial = present.desired
+            note = {} if initial is None else {ANNOTATION_INITIAL: str(initial)}
+            yield _as_it_was(service, observed, present.name, count, note)
             continue
         match = selector(service.name, Role.GATEWAY)
-        name = usual if known is None else known.name
-        if known is None and usual in taken:
+        name = usual if present is None else present.name
+        if present is None and usual in taken:
             name = names.gateway(service.name, compat)
         if name != usual:
             match |= {names.LABEL_COMPAT: compat}
-        same = known is not None and known.revision == revision.id
+        same = present is not None and present.revision == revision.id
         if same and _of_another_operator(observed, name, revision):
             yield _as_it_was(service, observed, name, count, {})
             continue
@@ -138,13 +131,12 @@ def _of_another_operator(observed: Observed, name: str, revision: Revision) -> b
 
 
 def _notes(step: Step, key: tuple[Role, str, str]) -> dict[str, str]:
-    """Return the annotations in which a rollout keeps its state."""
-    found = {}
+    notes = {}
     if key in step.initial:
-        found[ANNOTATION_INITIAL] = str(step.initial[key])
+        notes[ANNOTATION_INITIAL] = str(step.initial[key])
     if key in step.failed:
-        found[ANNOTATION_FAILED] = step.failed[key]
-    return found
+        notes[ANNOTATION_FAILED] = step.failed[key]
+    return notes
 
 
 def _deployment(
@@ -159,20 +151,13 @@ def _deployment(
     min_ready: int = 0,
 ) -> Manifest:
     stored = json.dumps(dataclasses.asdict(revision.resolved), sort_keys=True)
+    annotations = {ANNOTATION_INPUTS: revision.inputs, ANNOTATION_RESOLVED: stored}
     return {
         "apiVersion": DEPLOYMENT.api_version,
         "kind": DEPLOYMENT.kind,
-        "metadata": {
-            "name": name,
-            "namespace": service.namespace,
-            "labels": labels(service, revision),
-            "annotations": {
-                ANNOTATION_INPUTS: revision.inputs,
-                ANNOTATION_RESOLVED: stored,
-                **(notes or {}),
-            },
-            "ownerReferences": [owner_reference(service)],
-        },
+        "metadata": _metadata(
+            service, name, labels(service, revision), {**annotations, **(notes or {})}
+        ),
         "spec": {
             "replicas": replicas,
             **({"minReadySeconds": min_ready} if min_ready else {}),
@@ -195,7 +180,10 @@ def _as_it_was(
     assert live is not None, f"{name} is in the step, so it was seen"
     meta, spec = live["metadata"], live["spec"]
     kept = ("revisionHistoryLimit", "selector", "strategy", "template", "minReadySeconds")
-    made_of = {
+    own_labels = {
+        key: value for key, value in meta["labels"].items() if key.startswith(_OWN_LABELS)
+    }
+    annotations = {
         key: value
         for key, value in meta.get("annotations", {}).items()
         if key in (ANNOTATION_INPUTS, ANNOTATION_RESOLVED)
@@ -203,14 +191,18 @@ def _as_it_was(
     return {
         "apiVersion": DEPLOYMENT.api_version,
         "kind": DEPLOYMENT.kind,
-        "metadata": {
-            "name": name,
-            "namespace": service.namespace,
-            "labels": {
-                key: value for key, value in meta["labels"].items() if key.startswith(_OWN_LABELS)
-            },
-            "annotations": {**made_of, **notes},
-            "ownerReferences": [owner_reference(service)],
-        },
+        "metadata": _metadata(service, name, own_labels, {**annotations, **notes}),
         "spec": {"replicas": count, **{key: spec[key] for key in kept if key in spec}},
+    }
+
+
+def _metadata(
+    service: VLMService, name: str, own_labels: Mapping[str, str], annotations: Mapping[str, str]
+) -> Manifest:
+    return {
+        "name": name,
+        "namespace": service.namespace,
+        "labels": own_labels,
+        "annotations": annotations,
+        "ownerReferences": [owner_reference(service)],
     }

@@ -36,8 +36,6 @@ class Network:
         monitoring_namespace: a second such namespace; empty for none.
         api_server_ports: ports that gateways may reach at any address. They include the ports of
             the API server's Service and of its endpoints.
-        dns_namespace: namespace of the cluster's DNS pods.
-        dns_ports: ports of the DNS pods.
     """
 
     operator_namespace: str = names.OPERATOR_NAMESPACE
@@ -48,7 +46,6 @@ class Network:
 
 
 def network_policies(service: VLMService, network: Network) -> dict[Role, Rule]:
-    """Return the `spec` of each role's NetworkPolicy."""
     flows = _flows(service)
     return {
         role: {
@@ -64,19 +61,8 @@ def network_policies(service: VLMService, network: Network) -> dict[Role, Rule]:
 def _flows(service: VLMService) -> list[tuple[Role, Role]]:
     """Return (client, server) of gRPC connections: gateway to all, consumers to producers."""
     pools = list(service.spec.pools.present)
-    flows = [(Role.GATEWAY, role) for role in pools]
-    flows += [
-        (consumer, producer)
-        for consumer, producer in (
-            (Role.PREFILL, Role.ENCODER),
-            (Role.DECODE, Role.PREFILL),
-            (Role.DECODE, Role.ENCODER),
-        )
-        if consumer in pools and producer in pools
-    ]
-    if Role.PREFILL in pools and (Role.DECODE, Role.ENCODER) in flows:
-        flows.remove((Role.DECODE, Role.ENCODER))  # only the prefill pool fetches embeddings
-    return flows
+    # a pool fetches from the pool before it: prefill embeddings, decode KV or embeddings
+    return [*((Role.GATEWAY, role) for role in pools), *zip(pools[1:], pools, strict=False)]
 
 
 def _ingress(
@@ -123,7 +109,6 @@ def _egress(
 
 
 def _transfers(flows: list[tuple[Role, Role]]) -> list[tuple[Role, Role]]:
-    """Return the flows in which the client fetches KV or embeddings."""
     return [(source, target) for source, target in flows if source is not Role.GATEWAY]
 
 

@@ -33,7 +33,6 @@ GPU_LABELS = (
 
 
 def gateway_template(service: VLMService, revision: Revision) -> Part:
-    """Return `spec.template` of the gateway."""
     gateway, model = service.spec.gateway, model_mount(service)
     name = names.child(service.name, Role.GATEWAY)
     mounts = [

@@ -10,7 +10,8 @@ import dataclasses
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.api import Placement, VLMService
+from vlm_operator.api import VLMService
+from vlm_operator.api.placement import Placement
 from vlm_operator.names import Role
 from vlm_operator.state import Revision
 
@@ -45,7 +46,6 @@ class ModelMount:
 
 
 def object_labels(service: str, role: Role | str) -> dict[str, str]:
-    """Return the labels of all objects of one role of a service."""
     return {
         names.LABEL_APP_NAME: names.APP_NAME,
         names.LABEL_APP_COMPONENT: str(role),
@@ -62,13 +62,12 @@ def selector(service: str, role: Role) -> dict[str, str]:
 
 
 def labels(service: VLMService, revision: Revision) -> dict[str, str]:
-    """Return the labels of one revision's Deployment and pods."""
-    found = object_labels(service.name, revision.role)
+    pod_labels = object_labels(service.name, revision.role)
     if revision.variant:
-        found[names.LABEL_VARIANT] = revision.variant
-    found[names.LABEL_REVISION] = revision.id
-    found[names.LABEL_COMPAT] = revision.resolved.compat
-    return found
+        pod_labels[names.LABEL_VARIANT] = revision.variant
+    pod_labels[names.LABEL_REVISION] = revision.id
+    pod_labels[names.LABEL_COMPAT] = revision.resolved.compat
+    return pod_labels
 
 
 def environment(service: VLMService, revision: Revision) -> list[Part]:
@@ -80,17 +79,17 @@ def environment(service: VLMService, revision: Revision) -> list[Part]:
         "POD_NAMESPACE": "metadata.namespace",
         "NODE_NAME": "spec.nodeName",
     }
-    found: list[Part] = [
+    variables: list[Part] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in fields.items()
     ]
-    known = {
+    identity = {
         "TRIPTYCH_SERVICE": service.name,
         "TRIPTYCH_ROLE": revision.role.value,
         "TRIPTYCH_VARIANT": revision.variant,
         "TRIPTYCH_REVISION": revision.id,
     }
-    return found + [{"name": name, "value": value} for name, value in known.items()]
+    return variables + [{"name": name, "value": value} for name, value in identity.items()]
 
 
 def model_mount(service: VLMService) -> ModelMount:
@@ -166,7 +165,6 @@ def pod_spec(
     token: bool,
     placement: Placement | None,
 ) -> Part:
-    """Return a PodSpec without containers and volumes."""
     spec: Part = {
         "serviceAccountName": account,
         "automountServiceAccountToken": token,
@@ -187,6 +185,5 @@ def pod_spec(
 
 
 def with_pull_policy(container: Part, revision: Revision) -> Part:
-    """Set imagePullPolicy if the revision has one."""
     policy = revision.resolved.pull_policy
     return {**container, "imagePullPolicy": policy} if policy else container

@@ -12,17 +12,9 @@ import math
 from collections.abc import Mapping
 
 from vlm_operator import names
-from vlm_operator.api import (
-    KvCache,
-    Placement,
-    Pool,
-    ResourceRequirements,
-    Toleration,
-    Variant,
-    VLMService,
-    quantity,
-    stages,
-)
+from vlm_operator.api import Pool, Variant, VLMService, quantity, stages
+from vlm_operator.api.placement import Placement, ResourceRequirements, Toleration
+from vlm_operator.api.pool import KvCache
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.pods.parts import (
@@ -40,7 +32,6 @@ from vlm_operator.state import NodeClassState, Revision
 
 
 def worker_template(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> Part:
-    """Return `spec.template` of one role, variant and revision."""
     role = revision.role
     overlay = pool.pod
     model = model_mount(service)
@@ -134,14 +125,14 @@ def _thread_arguments(variant: Variant) -> list[str]:
 def _kv_arguments(kv: KvCache | None) -> list[str]:
     if kv is None:
         return []
-    found = []
+    arguments = []
     if kv.memory is not None:
-        found.append(f"--kv-memory-bytes={int(quantity.parse(kv.memory))}")
+        arguments.append(f"--kv-memory-bytes={int(quantity.parse(kv.memory))}")
     if kv.memory_percent is not None:
-        found.append(f"--kv-memory-percent={kv.memory_percent}")
+        arguments.append(f"--kv-memory-percent={kv.memory_percent}")
     if kv.reserve_percent is not None:
-        found.append(f"--kv-reserve-percent={kv.reserve_percent}")
-    return found
+        arguments.append(f"--kv-reserve-percent={kv.reserve_percent}")
+    return arguments
 
 
 def place(service: VLMService, classes: Mapping[str, NodeClassState]) -> VLMService:
@@ -168,18 +159,18 @@ def _placed(role: Role, variant: Variant, classes: Mapping[str, NodeClassState])
         return variant
     name = variant.node_class_ref.name
     path = f"spec.pools.{role}.variants[{variant.name}].nodeClassRef"
-    found = classes.get(name)
-    if found is None:
+    node_class = classes.get(name)
+    if node_class is None:
         raise SpecError(path, f"VLMNodeClass {name} does not exist: create it")
-    if found.roles and role not in found.roles:
-        allowed = " and ".join(sorted(found.roles))
+    if node_class.roles and role not in node_class.roles:
+        allowed = " and ".join(sorted(node_class.roles))
         raise SpecError(path, f"VLMNodeClass {name} takes {allowed} only: choose another class")
     placement = Placement(
-        node_selector=dict(found.node_selector),
-        tolerations=[Toleration.model_validate(item) for item in found.tolerations],
+        node_selector=dict(node_class.node_selector),
+        tolerations=[Toleration.model_validate(item) for item in node_class.tolerations],
     )
     resources = variant.resources
-    if found.accelerator is not None:
-        limits = {found.accelerator: str(found.accelerators), **resources.limits}
+    if node_class.accelerator is not None:
+        limits = {node_class.accelerator: str(node_class.accelerators), **resources.limits}
         resources = ResourceRequirements(requests=resources.requests, limits=limits)
     return variant.model_copy(update={"placement": placement, "resources": resources})

@@ -45,24 +45,23 @@ class AcceptedSpec:
             for variant in pool.variants
             if variant.node_class_ref is not None
         }
-        found = {
+        classes = {
             name: dataclasses.replace(observed.node_classes[name], startup_seconds=_STARTUP_SECONDS)
             for name in sorted(named)
         }
-        return cls(body["spec"], found)
+        return cls(body["spec"], classes)
 
     @classmethod
     def stored(cls, observed: Observed, name: str) -> AcceptedSpec | None:
         """Return what an earlier turn stored; None if it is missing or cannot be decoded."""
-        found = observed.child(CONFIG_MAP.kind, object_name(name))
+        config_map = observed.child(CONFIG_MAP.kind, object_name(name))
         try:
-            value = json.loads((found or {})["data"][KEY])
+            value = json.loads((config_map or {})["data"][KEY])
             return cls(dict(value["spec"]), _CLASSES.validate_python(value["classes"]))
         except (ValueError, KeyError, TypeError):
             return None
 
     def dump(self) -> str:
-        """Return one line of JSON."""
         value = {
             "spec": self.spec,
             "classes": _CLASSES.dump_python(dict(self.classes), mode="json"),
@@ -70,7 +69,6 @@ class AcceptedSpec:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     def instead_of(self, body: Manifest) -> Manifest:
-        """Return `body` with its spec replaced by this one."""
         return {**body, "spec": self.spec}
 
     def seen_in(self, observed: Observed) -> Observed:
@@ -80,5 +78,4 @@ class AcceptedSpec:
 
 
 def object_name(service: str) -> str:
-    """Return the name of the ConfigMap that holds the accepted spec."""
     return names.child(service, "state")

@@ -1,38 +1,55 @@
-"""Plans one turn, as one value. Pure: the same view gives the same plan."""
+"""Plans one turn, as one value. Pure: the same view gives the same plan.
+
+service, node classes ─▶ policy ┐
+observed ─────────────▶ view    ├─▶ decide ─▶ sizes ─▶ rollout step ─▶ drains ─▶ plan of children
+memory of the last turn ────────┘
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from vlm_operator import names
-from vlm_operator.api import ScalingMode, VLMService, WhileAtZero
+from vlm_operator.api import ScalingMode, VLMService, stages
+from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.autoscale.constants import CONSTANTS, Constants
-from vlm_operator.autoscale.decide import Memory
-from vlm_operator.autoscale.inputs import pool_owner
+from vlm_operator.autoscale.decide import Memory, Outcome, decide
+from vlm_operator.autoscale.inputs import pool_owner, service_policy, service_view
 from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, VariantPolicy
+from vlm_operator.autoscale.view import View
+from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.plan.children import Plan, plan
 from vlm_operator.plan.deployments import Options as PlanOptions
 from vlm_operator.pods.worker import place
-from vlm_operator.reconcile.rolling import choose_rollout_target, plan_rollout, rolling
-from vlm_operator.reconcile.sizing import Sizing, size_pools
 from vlm_operator.rollout.drain import PodPatch, plan_drain
+from vlm_operator.rollout.replica_counts import surge_limits
 from vlm_operator.rollout.revisions import current_revisions, drain_seconds, keep_defaults
-from vlm_operator.rollout.steps import Step
-from vlm_operator.rollout.target import RolloutTarget
+from vlm_operator.rollout.steps import Step, next_step
+from vlm_operator.rollout.target import RolloutTarget, Sizes, select_target, sizes
 from vlm_operator.state import DeploymentState, Key, Observed, Revision
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The operator's settings that decisions need."""
-
     worker_image: str = "triptych/worker:dev"
     cluster_domain: str = "cluster.local"
     plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
     spare_seconds: float = 120.0  # a new pod without a node for longer has no capacity
     constants: Constants = CONSTANTS  # of the autoscaler
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizing:
+    """One tick of the autoscaler: policy, view and memory as input, and its outcome."""
+
+    policy: ServicePolicy
+    view: View
+    before: Memory
+    outcome: Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +111,18 @@ def plan_turn(
     revisions = current_revisions(
         service, shared, deployments, pull_policy=images.pull_policy, bind=images.bind
     )
-    rollout_target = choose_rollout_target(
-        service,
-        observed,
+    rollout_target = select_target(
         revisions,
+        {
+            role: frozenset(stage.value for stage in stages(service.spec.pools, role))
+            for role in service.spec.pools.present
+        },
+        deployments,
+        observed.pods,
+        service.spec.rollout,
         unschedulable_timeout=options.spare_seconds,
         progressed=progressed,
+        now=observed.now,
     )
     sizing = _size(service, observed, rollout_target, memory, options.constants)
     decisions = sizing.outcome.decisions
@@ -110,9 +133,7 @@ def plan_turn(
         for role, pool in service.spec.pools.present.items()
         for variant in pool.variants
     }
-    step = plan_rollout(
-        service, observed, rollout_target, target, unschedulable_timeout=options.spare_seconds
-    )
+    step = _next_step(service, observed, rollout_target, target, options.spare_seconds)
     replicas, pod_patches, draining = _bounded_by_drains(service, observed, deployments, step)
     return TurnPlan(
         service=service,
@@ -141,15 +162,10 @@ def hold_drains(observed: Observed) -> tuple[PodPatch, ...]:
     """Return patches for a refused manifest: new pods accept work, no pod starts to drain."""
     pod_patches: list[PodPatch] = []
     for item in observed.deployments():
-        pods = [
-            pod
-            for pod in observed.of(item.role)
-            if (pod.variant, pod.revision) == (item.variant, item.revision)
-        ]
         if item.role is not Role.GATEWAY:
             drain = plan_drain(
                 item,
-                pods,
+                observed.of_deployment(item),
                 observed.samples,
                 want=item.desired,
                 timeout=drain_seconds(item, None),
@@ -167,26 +183,94 @@ def _size(
     memory: Memory,
     constants: Constants,
 ) -> Sizing:
-    deployments = observed.deployments()
-    return size_pools(
+    """Decide the size of every pool.
+
+    Raises:
+        SpecError: the pools' minimum replicas exceed the budget.
+    """
+    policy = service_policy(service, observed.node_classes, constants=constants)
+    if not service.spec.stopped:
+        _check_budget(policy)
+    deployments, goals = observed.deployments(), rollout_target.goals
+    wanted = {(*key, goal.revision) for key, goal in goals.items()}
+    view = service_view(
         service,
         observed,
-        memory,
-        current=[(role, goal.revision) for (role, _), goal in rollout_target.goals.items()],
-        rolling=[
-            role
-            for role in service.spec.pools.present
-            if rolling(rollout_target, [item for item in deployments if item.role is role])
-        ],
-        constants=constants,
+        deployments,
+        current=[(role, goal.revision) for (role, _), goal in goals.items()],
+        rolling={
+            item.role
+            for item in deployments
+            if item.desired + item.replicas > 0 and item.key not in wanted
+        },
     )
+    return Sizing(policy, view, memory, decide(policy, view, memory))
+
+
+def _check_budget(policy: ServicePolicy) -> None:
+    budget = policy.budget
+    if budget.accelerators is not None:
+        least = _least(policy, lambda item: float(item.accelerators))
+        if least > budget.accelerators:
+            raise SpecError(
+                "spec.budget.maxAccelerators",
+                f"{budget.accelerators} is less than the {least:g} that the pools' least replicas "
+                "hold: raise it, or lower minReplicas",
+            )
+    if budget.cost_per_hour is not None and not budget.unreadable:
+        least = _least(policy, lambda item: item.cost_per_hour or 0.0)
+        if least > budget.cost_per_hour + 1e-9:
+            raise SpecError(
+                "spec.budget.maxCostPerHour",
+                f"{budget.cost_per_hour:g} is less than the {least:g} that the pools' least "
+                "replicas cost: raise it, or lower minReplicas",
+            )
+
+
+def _least(policy: ServicePolicy, price: Callable[[VariantPolicy], float]) -> float:
+    """Return the least total price of all pools at their minimum, on their cheapest variants."""
+    return sum(_least_of(pool, price) for pool in policy.pools.values())
+
+
+def _least_of(pool: PoolPolicy, price: Callable[[VariantPolicy], float]) -> float:
+    missing = pool.replicas if pool.mode is ScalingMode.MANUAL else pool.minimum
+    total = 0.0
+    for item in sorted(pool.variants, key=price):
+        count = missing if item.max_replicas is None else min(missing, item.max_replicas)
+        total += count * price(item)
+        missing -= count
+    return total
+
+
+def _next_step(
+    service: VLMService,
+    observed: Observed,
+    rollout_target: RolloutTarget,
+    target: Sizes,
+    unschedulable_timeout: float,
+) -> Step:
+    """Decide the next step of the rollout; `target` are the replicas of the pools after it."""
+    live = observed.deployments()
+    front = 0 if service.spec.stopped else service.spec.gateway.replicas
+    whole = sizes(rollout_target.goals, {**target, (Role.GATEWAY, ""): front}, live)
+    gateways = collections.Counter(
+        pod.compat for pod in observed.pods if pod.role is Role.GATEWAY and not pod.finished
+    )
+    limits_by_role = surge_limits(
+        service, observed, rollout_target.goals, whole, unschedulable_timeout=unschedulable_timeout
+    )
+    step = next_step(
+        rollout_target, whole, live, gateways, limits_by_role, service.spec.rollout.strategy
+    )
+    tight = [role for role, limits in limits_by_role.items() if limits.none]
+    if step.done or not tight:
+        return step
+    reason = f"{step.waiting}; spec.budget has no room for one more {tight[0]} pod"
+    return dataclasses.replace(step, waiting=reason, over_budget=True)
 
 
 def _bounded_by_drains(
-    service: VLMService,
-    observed: Observed,
-    deployments: tuple[DeploymentState, ...],
-    step: Step,
+    service: VLMService, observed: Observed, deployments: tuple[DeploymentState, ...], step: Step
 ) -> tuple[dict[Key, int], tuple[PodPatch, ...], tuple[str, ...]]:
     """Keep replicas of the step's Deployments until their pods have drained.
 
@@ -198,12 +282,9 @@ def _bounded_by_drains(
     pod_patches: list[PodPatch] = []
     draining: list[str] = []
     for key, deployment in live.items():
-        role, variant, revision = key
         want = step.replicas.get(key, 0)
-        pods = [
-            pod for pod in observed.of(role) if (pod.variant, pod.revision) == (variant, revision)
-        ]
-        pool = service.spec.pools.of(role)
+        pods = observed.of_deployment(deployment)
+        pool = service.spec.pools.of(deployment.role)
         stays = key in step.replicas and pool is not None and not service.spec.stopped
         drain = plan_drain(
             deployment,
@@ -229,17 +310,17 @@ def _pool_replicas(
     A count is written if it is missing, differs from the decision or has another field manager.
     In mode External the other manager keeps the field.
     """
-    found = {}
+    counts = {}
     for role, decision in decisions.items():
         if decision.claim is None:
             continue
         manifest = observed.child(names.KIND_POOL, names.child(service.name, role))
         now = observed.pool_replicas(service.name, role)
         mode = service.spec.pools.present[role].scaling.mode
-        taken = mode is not ScalingMode.EXTERNAL and pool_owner(manifest) not in (
+        other_owner = mode is not ScalingMode.EXTERNAL and pool_owner(manifest) not in (
             names.MANAGER_AUTOSCALER,
             None,
         )
-        if now != decision.claim or taken:
-            found[role] = decision.claim
-    return found
+        if now != decision.claim or other_owner:
+            counts[role] = decision.claim
+    return counts

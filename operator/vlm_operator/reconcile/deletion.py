@@ -56,7 +56,6 @@ class Deletion:
 
     @property
     def finished(self) -> bool:
-        """Whether the operator may remove its finalizer."""
         return self._drained and (self.overdue or not self.foreign)
 
     @property
@@ -66,7 +65,6 @@ class Deletion:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """All finalizers except ours."""
         return tuple(item for item in self._meta["finalizers"] if item != names.FINALIZER)
 
     async def stop_gateway(self, cluster: Cluster, *, namespace: str) -> None:
@@ -80,13 +78,12 @@ class Deletion:
             except ConflictError:
                 continue  # another object has the name now
             except ClusterError as error:
-                said = f"Deployment {meta['name']} cannot be deleted: {error.message}"
-                self._refusal = sentence(said, "correct what refuses it")
+                cause = f"Deployment {meta['name']} cannot be deleted: {error.message}"
+                self._refusal = sentence(cause, "correct what refuses it")
                 continue
             WRITES.labels(kind=DEPLOYMENT.kind, verb="delete").inc()
 
     def status(self, previous: Manifest) -> Manifest:
-        """Return the last status with what the deletion waits for."""
         return deleting_status(
             self._message,
             previous,
@@ -98,8 +95,8 @@ class Deletion:
     @property
     def _message(self) -> str:
         if self._drained and self.foreign:
-            said = f"finalizers of others keep the object: {', '.join(self.foreign)}"
-            return sentence(said, "make their owners take them off, or remove them")
+            cause = f"finalizers of others keep the object: {', '.join(self.foreign)}"
+            return sentence(cause, "make their owners take them off, or remove them")
         if self._refusal:
             return self._refusal
         pods = self._observed.of(Role.GATEWAY)
@@ -108,8 +105,8 @@ class Deletion:
     @property
     def _drained(self) -> bool:
         """Whether no gateway pod can finish a request, or drain timeout and grace period passed."""
-        left = [pod for pod in self._observed.of(Role.GATEWAY) if pod.node not in self._silent]
-        return not left or self._observed.now >= self._due + GRACE_SECONDS + _MARGIN_SECONDS
+        active = [pod for pod in self._observed.of(Role.GATEWAY) if pod.node not in self._silent]
+        return not active or self._observed.now >= self._due + GRACE_SECONDS + _MARGIN_SECONDS
 
     @property
     def _due(self) -> float:

@@ -27,8 +27,6 @@ REFILL_SECONDS = 2.0  # then one such turn per this time
 
 
 class Cause(enum.Enum):
-    """What starts a turn."""
-
     SPEC = "spec"  # the VLMService has another generation or asks for a turn
     DELETION = "deletion"  # the VLMService is being deleted, or is deleted
     CHILD = "child"  # a child changed
@@ -63,11 +61,6 @@ class Outcome:
     again: Mapping[Cause, float] = dataclasses.field(default_factory=dict)
     failures: Mapping[str, Backoff] = dataclasses.field(default_factory=dict)
     gone: bool = False
-
-    @property
-    def pause(self) -> float:
-        """Seconds until the next turn if nothing else happens; infinite if there is none."""
-        return min(self.again.values(), default=float("inf"))
 
 
 @dataclasses.dataclass
@@ -113,7 +106,6 @@ class WorkQueue:
         return key in self._states
 
     def __iter__(self) -> Iterator[Key]:
-        """Iterate over all keys."""
         return iter(tuple(self._states))
 
     def add(self, key: Key, cause: Cause, *, now: float, after: float = 0.0) -> None:
@@ -151,7 +143,6 @@ class WorkQueue:
         return key, causes
 
     def done(self, key: Key, outcome: Outcome, *, now: float) -> None:
-        """End the turn of a key."""
         state = self._states[key]
         # without a failure no retry is due, and each turn sets its own timers
         arrived = {

@@ -11,26 +11,18 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import ScalingMode, VLMService
-from vlm_operator.apply import (
+from vlm_operator.apply.pod_and_status_writes import (
     MEMORY_KEY,
-    SyncState,
-    apply_pool_status,
-    apply_status,
-    newly_contested,
     post_events,
     save_memory,
+    write_status,
 )
-from vlm_operator.apply.write_conflicts import WriteConflicts
+from vlm_operator.apply.sync_state import SyncState, WriteConflicts, newly_contested
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.record import Record
 from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
-from vlm_operator.errors import (
-    ClusterError,
-    ConflictError,
-    NameConflictError,
-    UnavailableError,
-)
+from vlm_operator.errors import ClusterError, ConflictError, NameConflictError, UnavailableError
 from vlm_operator.metrics import (
     BAD_SAMPLES,
     DESIRED_REPLICAS,
@@ -39,9 +31,6 @@ from vlm_operator.metrics import (
     SCALE_DECISIONS,
 )
 from vlm_operator.names import Role
-from vlm_operator.plan.children import replicas_apply
-from vlm_operator.plan.deployments import owner_reference
-from vlm_operator.pods.parts import object_labels
 from vlm_operator.reconcile.accepted_spec import KEY as ACCEPTED_KEY
 from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
@@ -73,43 +62,25 @@ class Reporter:
         self._measured: Hashable = None
         self._kept: tuple[int, Mapping[str, NodeClassState], str | None] | None = None
         self._posted: dict[Event, float] = {}
-        self._said: dict[Role, tuple[int, str, str | None]] = {}
+        self._counted: dict[Role, tuple[int, str, str | None]] = {}
         self._foreign: frozenset[tuple[str, str]] = frozenset()
         self._foreign_at = float("-inf")
 
     async def status(
-        self,
-        body: Manifest,
-        status: Manifest,
-        news: tuple[Event, ...],
-        *,
-        now: float,
+        self, body: Manifest, status: Manifest, new_events: tuple[Event, ...], *, now: float
     ) -> Manifest:
         """Write the status if it differs, then post Events; returns the status in the API server.
 
         If only measured values differ, the write may wait (`WritePacing`).
         """
-        uid, known = body["metadata"]["uid"], body.get("status", {})
-        status = self._pacing.due(known, status, now=now)
-        if status != known:
-            await apply_status(
-                self._cluster,
-                namespace=self._namespace,
-                name=self._name,
-                uid=uid,
-                status=status,
-            )
+        present = body.get("status", {})
+        status = self._pacing.due(present, status, now=now)
+        if status != present:
+            await write_status(self._cluster, body, status)
         old = {item for item, at in self._posted.items() if now - at < EVENT_SECONDS}
-        fresh = [item for item in news if item not in old]
+        fresh = [item for item in new_events if item not in old]
         self._posted = {item: self._posted[item] for item in old} | dict.fromkeys(fresh, now)
-        await post_events(
-            self._cluster,
-            fresh,
-            namespace=self._namespace,
-            name=self._name,
-            uid=uid,
-            now=now,
-        )
+        await post_events(self._cluster, fresh, body, now=now)
         return status
 
     def name_conflict(self) -> Failure | None:
@@ -119,39 +90,38 @@ class Reporter:
 
     def notices(self, sync_state: SyncState, observed: Observed) -> tuple[Event, ...]:
         """Return Events about changes that other writers made to objects since the last turn."""
-        fights = newly_contested(self._write_conflicts, sync_state.write_conflicts)
+        contested = newly_contested(self._write_conflicts, sync_state.write_conflicts)
         self._write_conflicts = sync_state.write_conflicts
         return (
-            *(Event("ChildContested", message) for message in fights),
-            *(Event("ChildRepaired", message) for message in sync_state.take_news()),
-            *self._strangers(observed),
+            *(Event("ChildContested", message) for message in contested),
+            *(Event("ChildRepaired", message) for message in sync_state.take_repairs()),
+            *self._foreign_events(observed),
         )
 
-    def _strangers(self, observed: Observed) -> tuple[Event, ...]:
+    def _foreign_events(self, observed: Observed) -> tuple[Event, ...]:
         """Return an Event about new foreign objects with the service's labels.
 
         At least `FOREIGN_SECONDS` pass between two such Events.
         """
-        found = observed.impostors()
+        foreign = observed.impostors()
         due = observed.now - self._foreign_at >= FOREIGN_SECONDS
-        if not due or not found - self._foreign:
-            self._foreign &= found
+        if not due or not foreign - self._foreign:
+            self._foreign &= foreign
             return ()
-        self._foreign, self._foreign_at = found, observed.now
-        return (foreign_event(self._name, found),)
+        self._foreign, self._foreign_at = foreign, observed.now
+        return (foreign_event(self._name, foreign),)
 
     async def pools(self, view: StatusInputs) -> dict[tuple[str, str], Manifest]:
         """Write each VLMPool's status, which HPA reads; returns the written pools."""
-        found = {}
+        written = {}
         for role in view.service.spec.pools.present:
             key = (names.KIND_POOL, names.child(self._name, role))
             pool = view.observed.child(*key)
             wanted = pool_status_of_kind(view, role)
             if pool is not None and pool.get("status") != wanted:
-                claim = replicas_apply(view.service, role, 0)
-                await apply_pool_status(self._cluster, claim, status=wanted)
-                found[key] = {**pool, "status": wanted}
-        return found
+                await write_status(self._cluster, pool, wanted)
+                written[key] = {**pool, "status": wanted}
+        return written
 
     async def memory(self, turn_plan: TurnPlan, observed: Observed) -> bool:
         """Write the autoscaler's memory if it changed; returns whether it was written.
@@ -175,14 +145,7 @@ class Reporter:
             return False
         self._memory_at = observed.now
         try:
-            await save_memory(
-                self._cluster,
-                namespace=self._namespace,
-                name=names.child(self._name, "autoscaler"),
-                owner=owner_reference(turn_plan.service),
-                labels=object_labels(self._name, "autoscaler"),
-                data=data,
-            )
+            await save_memory(self._cluster, turn_plan.service, "autoscaler", data)
         except NameConflictError as error:
             self._conflict, self._decided = error, None  # so that the next turn retries
             return False
@@ -196,25 +159,17 @@ class Reporter:
         Contents are compared only if the generation, the node classes or the ConfigMap changed,
         because every change of a spec has a new generation.
         """
-        name = state_name(self._name)
-        live = observed.child(CONFIG_MAP.kind, name) or {}
+        live = observed.child(CONFIG_MAP.kind, state_name(self._name)) or {}
         version = live.get("metadata", {}).get("resourceVersion")
-        kept = (written.generation, accepted.classes, version)
-        if version is not None and kept == self._kept:
+        version_key = (written.generation, accepted.classes, version)
+        if version is not None and version_key == self._kept:
             return False
         data = {ACCEPTED_KEY: accepted.dump()}
         if live.get("data", {}).get(ACCEPTED_KEY) == data[ACCEPTED_KEY]:
-            self._kept = kept
+            self._kept = version_key
             return False
         try:
-            await save_memory(
-                self._cluster,
-                namespace=self._namespace,
-                name=name,
-                owner=owner_reference(written),
-                labels=object_labels(self._name, "state"),
-                data=data,
-            )
+            await save_memory(self._cluster, written, "state", data)
         except NameConflictError as error:
             self._conflict = error
             return False
@@ -231,7 +186,7 @@ class Reporter:
         absurd = turn_plan.sizing.outcome.estimate.absurd
         if absurd:
             BAD_SAMPLES.labels(reason="absurd").inc(len(absurd))
-        news = False
+        changed = False
         for role in view.service.spec.pools.present:
             labels = {"namespace": self._namespace, "service": self._name, "role": role.value}
             decision = turn_plan.decisions[role]
@@ -239,12 +194,12 @@ class Reporter:
             READY_REPLICAS.labels(**labels).set(len(view.serving(role)))
             if decision.recommendation is not None:
                 RECOMMENDED_REPLICAS.labels(**labels).set(decision.recommendation)
-            said = (decision.to, decision.reason, decision.limited_by)
-            before, self._said[role] = self._said.get(role), said
-            news = news or before != said
+            now = (decision.to, decision.reason, decision.limited_by)
+            before, self._counted[role] = self._counted.get(role), now
+            changed = changed or before != now
             if before is not None and before[0] != decision.to:
                 SCALE_DECISIONS.labels(**labels, reason=decision.reason).inc()
-        if news:
+        if changed:
             self._log(view, turn_plan)
 
     def _log(self, view: StatusInputs, turn_plan: TurnPlan) -> None:
@@ -300,6 +255,6 @@ def _measured(observed: Observed) -> Hashable:
 
 
 def _stored(observed: Observed, name: str) -> dict[str, str]:
-    found = observed.child(CONFIG_MAP.kind, names.child(name, "autoscaler"))
-    data: dict[str, str] = {} if found is None else found.get("data", {})
+    config_map = observed.child(CONFIG_MAP.kind, names.child(name, "autoscaler"))
+    data: dict[str, str] = {} if config_map is None else config_map.get("data", {})
     return data

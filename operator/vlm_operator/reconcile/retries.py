@@ -43,10 +43,10 @@ class Retries:
 
         `wanted` is the content to send. If it differs from the refused content, it is tried now.
         """
-        found = self._held.get(name)
-        if found is None or found.wanted != wanted or now >= found.until:
+        refusal = self._held.get(name)
+        if refusal is None or refusal.wanted != wanted or now >= refusal.until:
             return None
-        return found.failure
+        return refusal.failure
 
     def failed(
         self, name: str, wanted: Any, failure: Failure, *, backoff: Backoff, now: float

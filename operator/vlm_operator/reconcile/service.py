@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping
 
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
-from vlm_operator.apply import Learned, SyncState, apply_pod_patches, write_finalizers
+from vlm_operator.apply.learned import Learned
+from vlm_operator.apply.pod_and_status_writes import apply_pod_patches, write_finalizers
+from vlm_operator.apply.sync_state import SyncState
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.cluster import Cluster, Manifest
@@ -24,9 +26,9 @@ from vlm_operator.errors import ClusterError, SpecError
 from vlm_operator.metrics import forget
 from vlm_operator.observe import observe
 from vlm_operator.reconcile.accepted_spec import AcceptedSpec
+from vlm_operator.reconcile.class_and_pool_status import NodeClassUsage
 from vlm_operator.reconcile.decisions import Options, TurnPlan, hold_drains, plan_turn
 from vlm_operator.reconcile.deletion import Deletion, gateway_nodes
-from vlm_operator.reconcile.node_classes import NodeClassUsage
 from vlm_operator.reconcile.queue import Cause, Outcome
 from vlm_operator.reconcile.report import Reporter, stored_memory
 from vlm_operator.reconcile.retries import Retries
@@ -57,11 +59,7 @@ class ServiceReconciler:
     """Reconciles one VLMService. Not shared between tasks.
 
     Args:
-        namespace: namespace of the service.
-        name: name of the service.
         cluster: cluster of the service; the lease fences its writes.
-        scraper: reads the pods' /stats.
-        options: the operator's settings.
         clock: seconds since the epoch.
         resync: longest time between two full reads, in seconds.
         epoch: returns the Lease's leaseTransitions, for decision records.
@@ -103,7 +101,7 @@ class ServiceReconciler:
         self._sync_state = SyncState(learned=learned or Learned())
         self._retries = Retries()
         self._tracker = Tracker()
-        self._report = Reporter(cluster, namespace=namespace, name=name)
+        self._reporter = Reporter(cluster, namespace=namespace, name=name)
 
     async def turn(self, *, woken: bool = True) -> Outcome:
         """Take one turn.
@@ -123,48 +121,44 @@ class ServiceReconciler:
             return self._gone(again={Cause.SPEC: 0.0})
         self._uid = meta["uid"]
         async with self._gate:
+            service = observed.service
             if "deletionTimestamp" in meta:
-                return await self._drain(observed.service, observed)
+                return await self._drain(service, observed)
             if names.FINALIZER not in meta.get("finalizers", []):
-                observed = await self._add_finalizer(observed.service, observed)
-            assert observed.service is not None
-            return Outcome(again=await self._act(observed.service, observed))
-
-    async def _add_finalizer(self, body: Manifest, observed: Observed) -> Observed:
-        """Add our finalizer, before the first child exists that it drains."""
-        finalizers = (*body["metadata"].get("finalizers", []), names.FINALIZER)
-        service = await write_finalizers(self._cluster, body, finalizers)
-        self._seen = dataclasses.replace(observed, service=service)
-        return self._seen
+                # before the first child exists that it drains
+                finalizers = (*meta.get("finalizers", []), names.FINALIZER)
+                service = await write_finalizers(self._cluster, service, finalizers)
+                self._seen = observed = dataclasses.replace(observed, service=service)
+            return Outcome(again=await self._act(service, observed))
 
     async def _act(self, body: Manifest, observed: Observed) -> dict[Cause, float]:
         self._retries.begin(int(body["metadata"]["generation"]))
         try:
-            turn = self._intend(body, observed)
+            turn = self._plan(body, observed)
         except SpecError as error:
             failure = refusal(error, body.get("status", {}), now=observed.now)
             last = self._last_accepted(body, observed)
             if last is None:
                 return await self._refuse(observed, body, failure)
-            done = await self._carry_out(last)
-            return await self._finish(body, last, dataclasses.replace(done, failure=failure))
-        done = await self._carry_out(turn)
+            done = await self._execute(last)
+            return await self._report_turn(body, last, dataclasses.replace(done, failure=failure))
+        done = await self._execute(turn)
         if done.failure is not None and not done.failure.accepted:
             last = self._last_accepted(body, observed)
             if last is not None:
-                again = await self._carry_out(last)
+                again = await self._execute(last)
                 wrote = again.wrote or done.wrote
                 done = dataclasses.replace(again, failure=done.failure, wrote=wrote)
                 turn = last
         elif not turn.written.spec.paused and not self._sync_state.ends:
             accepted = AcceptedSpec.of(body, turn.written, observed)
-            if await self._report.accepted(turn.written, accepted, observed):
+            if await self._reporter.accepted(turn.written, accepted, observed):
                 done = dataclasses.replace(done, wrote=True)
-            conflict = self._report.name_conflict()
+            conflict = self._reporter.name_conflict()
             done = dataclasses.replace(done, failure=done.failure or conflict)
-        return await self._finish(body, turn, done)
+        return await self._report_turn(body, turn, done)
 
-    def _intend(self, body: Manifest, observed: Observed) -> _Turn:
+    def _plan(self, body: Manifest, observed: Observed) -> _Turn:
         """Parse `body` and plan the turn.
 
         Raises:
@@ -182,11 +176,11 @@ class ServiceReconciler:
         if last is None:
             return None
         try:
-            return self._intend(last.instead_of(body), last.seen_in(observed))
+            return self._plan(last.instead_of(body), last.seen_in(observed))
         except SpecError:
             return None
 
-    async def _carry_out(self, turn: _Turn) -> ExecutionResult:
+    async def _execute(self, turn: _Turn) -> ExecutionResult:
         return await execute(
             self._cluster,
             turn.turn_plan,
@@ -195,28 +189,28 @@ class ServiceReconciler:
             retries=self._retries,
         )
 
-    async def _finish(
+    async def _report_turn(
         self, body: Manifest, turn: _Turn, done: ExecutionResult
     ) -> dict[Cause, float]:
-        """Report a turn; returns the seconds until the next one."""
         observed, written, turn_plan = turn.observed, turn.written, turn.turn_plan
         previous: Manifest = body.get("status", {})
         self._book.note((self._namespace, self._name), class_uses(written, observed))
         if done.wrote:
             self._seen = None  # our writes made the view stale
-        # events of our own writes start no turn, so this status includes the written children
-        view = self._view(written, turn_plan, observed.with_children(done.answers), done.failure)
-        view = dataclasses.replace(view, pending=done.pending)
+        view = self._status_inputs(turn, done)
         view = self._tracker.view(view, self._sync_state.write_conflicts)
         status = build_status(view, previous, now=observed.now)
-        notices = self._report.notices(self._sync_state, observed)
-        ends = self._sync_state.ends  # a namespace that is being deleted takes no Event
-        news = () if ends else (*events(previous, status, turn_plan.decisions.items()), *notices)
-        await self._tell(body, status, news)
-        self._note(await self._report.pools(view))
-        if not ends and not written.spec.paused and await self._report.memory(turn_plan, observed):
+        notices = self._reporter.notices(self._sync_state, observed)
+        ends = self._sync_state.ends  # a namespace that is being deleted accepts no Event
+        new_events = (
+            () if ends else (*events(previous, status, turn_plan.decisions.items()), *notices)
+        )
+        await self._write_status(body, status, new_events)
+        self._update_seen(await self._reporter.pools(view))
+        fixed = ends or written.spec.paused
+        if not fixed and await self._reporter.memory(turn_plan, observed):
             self._seen = None
-        self._report.count(view, turn_plan)
+        self._reporter.count(view, turn_plan)
         self._memory = turn_plan.sizing.outcome.memory
         return self._next(turn_plan)
 
@@ -228,15 +222,15 @@ class ServiceReconciler:
         await deletion.stop_gateway(self._cluster, namespace=self._namespace)
         previous: Manifest = body.get("status", {})
         status = deletion.status(previous)
-        news = events(previous, status)
+        new_events = events(previous, status)
         if not deletion.finished:
-            await self._tell(body, status, news)
+            await self._write_status(body, status, new_events)
             return Outcome(again={Cause.DELETION: DRAIN_TICK_SECONDS})
         # first, because a failed status write must not keep our finalizer
         await write_finalizers(self._cluster, body, deletion.others)
         if deletion.overdue and deletion.foreign:  # other finalizers keep the object
             with contextlib.suppress(ClusterError):
-                await self._tell(body, status, news)
+                await self._write_status(body, status, new_events)
         return self._gone()
 
     def _gone(self, *, again: Mapping[Cause, float] | None = None) -> Outcome:
@@ -256,7 +250,7 @@ class ServiceReconciler:
         previous: Manifest = body.get("status", {})
         generation = int(body["metadata"]["generation"])
         status = refused_status(failure, previous, observed, generation=generation)
-        await self._tell(body, status, events(previous, status))
+        await self._write_status(body, status, events(previous, status))
         return {Cause.TICK: self._resync}
 
     async def _observe(self, woken: bool) -> Observed:
@@ -268,30 +262,35 @@ class ServiceReconciler:
         samples = await self._scraper.scrape(seen.pods)
         return dataclasses.replace(seen, samples=samples, now=now)
 
-    async def _tell(self, body: Manifest, status: Manifest, news: tuple[Event, ...]) -> None:
-        status = await self._report.status(body, status, news, now=self._clock())
+    async def _write_status(
+        self, body: Manifest, status: Manifest, new_events: tuple[Event, ...]
+    ) -> None:
+        status = await self._reporter.status(body, status, new_events, now=self._clock())
         if self._seen is not None and status != body.get("status"):
             service = {**body, "status": status}
             self._seen = dataclasses.replace(self._seen, service=service)
 
-    def _note(self, written: dict[tuple[str, str], Manifest]) -> None:
+    def _update_seen(self, written: dict[tuple[str, str], Manifest]) -> None:
         """Update the view with children that this turn wrote."""
         if self._seen is not None and written:
             children = {**self._seen.children, **written}
             self._seen = dataclasses.replace(self._seen, children=children)
 
-    def _view(
-        self, written: VLMService, turn_plan: TurnPlan, observed: Observed, failure: Failure | None
-    ) -> StatusInputs:
-        found = turn_plan.sizing.outcome.estimate
-        if found.counted or not found.attributions:
+    def _status_inputs(self, turn: _Turn, done: ExecutionResult) -> StatusInputs:
+        """Return what the status is about; it includes the children that this turn wrote.
+
+        Events of our own writes start no turn.
+        """
+        turn_plan = turn.turn_plan
+        estimate = turn_plan.sizing.outcome.estimate
+        if estimate.counted or not estimate.attributions:
             # without new requests the window only moves; an unchanged slo avoids a write
-            self._slo = found.attributions
+            self._slo = estimate.attributions
         domain, port = self._options.cluster_domain, turn_plan.service.spec.gateway.service.port
         return StatusInputs(
-            written=written,
+            written=turn.written,
             service=turn_plan.service,
-            observed=observed,
+            observed=turn.observed.with_children(done.answers),
             revisions=turn_plan.revisions,
             policy=turn_plan.sizing.policy,
             outcome=turn_plan.sizing.outcome,
@@ -300,7 +299,8 @@ class ServiceReconciler:
             slo=self._slo,
             url=names.api_url(self._name, self._namespace, domain=domain, port=port),
             epoch=self._epoch(),
-            failure=failure,
+            failure=done.failure,
+            pending=done.pending,
         )
 
     def _next(self, turn_plan: TurnPlan) -> dict[Cause, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from vlm_operator.apply.write_conflicts import WriteConflicts
+from vlm_operator.apply.sync_state import WriteConflicts
 from vlm_operator.autoscale.outcome import Decision, Reason
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
@@ -44,11 +44,11 @@ class Tracker:
         contested = {key: item.field for key, item in write_conflicts.items() if item.contested}
         self._fought = {key: self._fought.get(key, now) for key in contested}
         before = self._progress or restored({}, now=now)
-        known = examined(dataclasses.replace(view, settled=before.settled))
+        view = examined(dataclasses.replace(view, settled=before.settled))
         revision = service_revision(view.revisions)
-        self._progress = update_progress(before, known, revision=revision, serving=reached(known))
+        self._progress = update_progress(before, view, revision=revision, serving=reached(view))
         return dataclasses.replace(
-            known,
+            view,
             stalled_since=self._progress.at,
             settled=self._progress.settled,
             newly_contested=tuple(
@@ -68,7 +68,7 @@ class Tracker:
             if decision.reason == Reason.PUT_BACK:
                 self._put_back[role] = (decision.message, now)
         self._put_back = {
-            role: known
-            for role, known in self._put_back.items()
-            if now - known[1] < PUT_BACK_SECONDS
+            role: (message, since)
+            for role, (message, since) in self._put_back.items()
+            if now - since < PUT_BACK_SECONDS
         }

@@ -26,9 +26,7 @@ CRASH = Backoff(longest=60.0)
 class Workers:
     """Turns of all services. One event loop writes it.
 
-    Args:
-        make: builds the reconciler of one service, at its first turn.
-        clock: monotonic seconds.
+    `make` builds the reconciler of one service, at its first turn.
     """
 
     def __init__(
@@ -42,7 +40,6 @@ class Workers:
         self._changed = asyncio.Event()
 
     def add(self, key: Key, cause: Cause, *, after: float = SETTLE_SECONDS) -> None:
-        """Make a turn of a service due."""
         self._queue.add(key, cause, now=self._clock(), after=after)
         self._changed.set()
 
@@ -70,8 +67,8 @@ class Workers:
         while True:
             self._changed.clear()
             now = self._clock()
-            while len(self._tasks) < LIMIT and (taken := self._queue.take(now=now)) is not None:
-                task = asyncio.create_task(self._turn(*taken))
+            while len(self._tasks) < LIMIT and (next_turn := self._queue.take(now=now)) is not None:
+                task = asyncio.create_task(self._turn(*next_turn))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
             ready = self._queue.ready_at() if len(self._tasks) < LIMIT else None

@@ -12,29 +12,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from vlm_operator import names
-from vlm_operator.apply import (
-    Applied,
-    SyncState,
-    apply_plan,
-    apply_pod_patches,
-    apply_replicas,
-    check_new,
-    prune,
-)
 from vlm_operator.apply.compare import with_digest
+from vlm_operator.apply.objects import apply_plan, apply_replicas, check_new, key_of, prune
+from vlm_operator.apply.pod_and_status_writes import apply_pod_patches
+from vlm_operator.apply.sync_state import SyncState
 from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, Cluster, Manifest
-from vlm_operator.errors import (
-    ClusterError,
-    ConflictError,
-    NameConflictError,
-    NamespaceEndsError,
-    UnavailableError,
-)
+from vlm_operator.errors import ENDS_TURN, ClusterError, NameConflictError, NamespaceEndsError
 from vlm_operator.plan.children import replicas_apply
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import TurnPlan
 from vlm_operator.reconcile.retries import CHILD, TEMPLATE, Retries
-from vlm_operator.state import ANNOTATION_APPLIED, Observed
+from vlm_operator.state import Observed
+from vlm_operator.state.deployments import ANNOTATION_APPLIED
 from vlm_operator.status.causes import sentence
 from vlm_operator.status.inputs import ConditionReason, Failure
 
@@ -73,7 +62,7 @@ async def execute(
     """
     if not sync_state.ends:
         try:
-            return await _carry_out(cluster, turn_plan, observed, sync_state, retries)
+            return await _execute(cluster, turn_plan, observed, sync_state, retries)
         except NamespaceEndsError:
             sync_state.ends = True
     message = "the namespace is being deleted: nothing is created there any more"
@@ -82,53 +71,49 @@ async def execute(
     )
 
 
-async def _carry_out(
+async def _execute(
     cluster: Cluster,
     turn_plan: TurnPlan,
     observed: Observed,
     sync_state: SyncState,
     retries: Retries,
 ) -> ExecutionResult:
-    service = turn_plan.service
-    count = await apply_pod_patches(
-        cluster, turn_plan.pod_patches, namespace=service.namespace, now=observed.now
+    service, namespace = turn_plan.service, turn_plan.service.namespace
+    num_patches = await apply_pod_patches(
+        cluster, turn_plan.pod_patches, namespace=namespace, now=observed.now
     )
     if service.spec.paused:
-        return ExecutionResult(None, bool(count), pending=_differs(turn_plan, observed))
+        return ExecutionResult(None, bool(num_patches), pending=_differs(turn_plan, observed))
     refused = await _refused_template(cluster, turn_plan, observed, retries)
     if refused is not None:
-        return ExecutionResult(refused, bool(count))
-    claimed, unclaimed = await _claim(cluster, turn_plan, observed, retries)
+        return ExecutionResult(refused, bool(num_patches))
+    pools, pool_failures = await _write_replicas(cluster, turn_plan, observed, retries)
     objects, waiting = _due(
-        [item for item in turn_plan.plan.objects if _label(item) not in unclaimed],
+        [item for item in turn_plan.plan.objects if _label(item) not in pool_failures],
         retries,
         now=observed.now,
     )
-    applied = await apply_plan(
-        cluster,
-        objects,
-        observed,
-        namespace=service.namespace,
-        uid=service.uid,
-        sync_state=sync_state,
+    written, errors = await apply_plan(
+        cluster, objects, observed, uid=service.uid, sync_state=sync_state
     )
-    failures = _note(objects, applied, retries, now=observed.now)
+    failures = []
+    for item in objects:
+        error = errors.get(key_of(item))
+        if error is None:
+            retries.succeeded(_label(item))
+        else:
+            failures.append(_failure(error, _label(item), item, retries, now=observed.now))
     own = {
         (CONFIG_MAP.kind, names.child(service.name, "autoscaler")),
         (CONFIG_MAP.kind, state_name(service.name)),
     }
-    gone = await prune(
-        cluster,
-        observed,
-        turn_plan.plan.named | own,
-        namespace=service.namespace,
-    )
-    answers = {**claimed, **applied.written}
-    failure = _worst((*unclaimed.values(), *failures, *waiting))
-    return ExecutionResult(failure, bool(count or answers or gone), answers)
+    pruned = await prune(cluster, observed, turn_plan.plan.named | own, namespace=namespace)
+    answers = {**pools, **written}
+    failure = _worst((*pool_failures.values(), *failures, *waiting))
+    return ExecutionResult(failure, bool(num_patches or answers or pruned), answers)
 
 
-async def _claim(
+async def _write_replicas(
     cluster: Cluster, turn_plan: TurnPlan, observed: Observed, retries: Retries
 ) -> tuple[dict[tuple[str, str], Manifest], dict[str, Failure]]:
     """Write the autoscaler's replica counts into VLMPools.
@@ -136,66 +121,61 @@ async def _claim(
     Returns:
         The written pools by kind and name, and failures of the others by "kind name".
     """
-    claimed: dict[tuple[str, str], Manifest] = {}
+    written: dict[tuple[str, str], Manifest] = {}
     failures: dict[str, Failure] = {}
     service, now = turn_plan.service, observed.now
     for role, number in turn_plan.pool_replicas.items():
-        claim = replicas_apply(service, role, number)
-        pool = _label(claim)
-        label = f"claim of {pool}"
-        held = retries.held(label, number, now=now)
-        if held is not None:
+        manifest = replicas_apply(service, role, number)
+        pool = _label(manifest)
+        label = f"replicas of {pool}"
+        if (held := retries.held(label, number, now=now)) is not None:
             failures[pool] = held
             continue
         try:
-            answer = await apply_replicas(cluster, claim, observed, uid=service.uid)
-            claimed[claim["kind"], claim["metadata"]["name"]] = answer
+            answer = await apply_replicas(cluster, manifest, observed, uid=service.uid)
+            written[key_of(manifest)] = answer
             retries.succeeded(label)
-        except NameConflictError as error:
-            failures[pool] = _conflict(error)
-            retries.failed(label, number, failures[pool], backoff=CHILD, now=now)
-        except (UnavailableError, ConflictError, NamespaceEndsError):
+        except ENDS_TURN:
             raise
-        except ClusterError as error:
-            failures[pool] = retries.refused(label, number, _refusal(pool, error), now=now)
-    return claimed, failures
+        except (NameConflictError, ClusterError) as error:
+            failures[pool] = _failure(error, label, number, retries, now=now, subject=pool)
+    return written, failures
 
 
 def _due(
     objects: Sequence[Manifest], retries: Retries, *, now: float
 ) -> tuple[tuple[Manifest, ...], tuple[Failure, ...]]:
     """Return the objects to write now, and the failures of those that wait for their backoff."""
-    found = [(item, retries.held(_label(item), item, now=now)) for item in objects]
-    due = tuple(item for item, held in found if held is None)
-    return due, tuple(held for _, held in found if held is not None)
+    failures = [(item, retries.held(_label(item), item, now=now)) for item in objects]
+    due = tuple(item for item, failure in failures if failure is None)
+    return due, tuple(failure for _, failure in failures if failure is not None)
 
 
-def _note(
-    objects: Sequence[Manifest], applied: Applied, retries: Retries, *, now: float
-) -> tuple[Failure, ...]:
-    """Record the result of each attempted object in `retries`; returns the failures."""
-    conflicts = {f"{error.kind} {error.name}": _conflict(error) for error in applied.conflicts}
-    refused = {label: _refusal(label, error) for label, error in applied.refused}
-    failures = []
-    for item in objects:
-        label = _label(item)
-        if label in conflicts:
-            failures.append(conflicts[label])
-            retries.failed(label, item, conflicts[label], backoff=CHILD, now=now)
-        elif label in refused:
-            failures.append(retries.refused(label, item, refused[label], now=now))
-        else:
-            retries.succeeded(label)
-    return tuple(failures)
+def _failure(
+    error: NameConflictError | ClusterError,
+    label: str,
+    wanted: object,
+    retries: Retries,
+    *,
+    now: float,
+    subject: str = "",
+) -> Failure:
+    """Record that the write `label` of `wanted` failed, so that it waits for its backoff."""
+    if isinstance(error, NameConflictError):
+        failure = Failure(ConditionReason.NAME_CONFLICT, str(error))
+        retries.failed(label, wanted, failure, backoff=CHILD, now=now)
+        return failure
+    cause = f"{subject or label}: {error.reason or 'refused'}: {error.message.replace('; ', ', ')}"
+    message = sentence(cause, "correct what refuses it")
+    return retries.refused(label, wanted, Failure(ConditionReason.CHILD_REFUSED, message), now=now)
 
 
 def _worst(failures: Sequence[Failure]) -> Failure | None:
-    """Return the first failure that needs a user, else the first."""
     return next((item for item in failures if item.needs_user_action), next(iter(failures), None))
 
 
 def _label(item: Manifest) -> str:
-    return f"{item['kind']} {item['metadata']['name']}"
+    return " ".join(key_of(item))
 
 
 async def _refused_template(
@@ -210,8 +190,7 @@ async def _refused_template(
         if manifest["kind"] != DEPLOYMENT.kind or observed.child(DEPLOYMENT.kind, name):
             continue
         label = f"template of {name}"
-        held = retries.held(label, manifest, now=observed.now)
-        if held is not None:
+        if (held := retries.held(label, manifest, now=observed.now)) is not None:
             return held
         error = await check_new(cluster, manifest)
         if error is None:
@@ -219,10 +198,9 @@ async def _refused_template(
         else:
             labels = manifest["metadata"]["labels"]
             role, variant = labels[names.LABEL_ROLE], labels.get(names.LABEL_VARIANT)
-            place = f"spec.pools.{role}.variants[{variant}]" if variant else f"spec.{role}"
-            message = sentence(
-                f"{place}: {error.message.replace('; ', ', ')}", "correct that field"
-            )
+            field = f"spec.pools.{role}.variants[{variant}]" if variant else f"spec.{role}"
+            cause = f"{field}: {error.message.replace('; ', ', ')}"
+            message = sentence(cause, "correct that field")
             failure = Failure(ConditionReason.TEMPLATE_REFUSED, message, accepted=False)
             retries.failed(label, manifest, failure, backoff=TEMPLATE, now=observed.now)
             return failure
@@ -233,17 +211,8 @@ def _differs(turn_plan: TurnPlan, observed: Observed) -> bool:
     """Whether a child is missing, or its digest differs from that of the planned manifest."""
     for manifest in turn_plan.plan.objects:
         live = observed.child(manifest["kind"], manifest["metadata"]["name"])
-        noted = {} if live is None else live["metadata"].get("annotations", {})
-        wanted = with_digest(manifest)["metadata"]["annotations"][ANNOTATION_APPLIED]
-        if noted.get(ANNOTATION_APPLIED) != wanted:
+        present = {} if live is None else live["metadata"].get("annotations", {})
+        wanted = with_digest(manifest)["metadata"]["annotations"]
+        if present.get(ANNOTATION_APPLIED) != wanted[ANNOTATION_APPLIED]:
             return True
     return False
-
-
-def _conflict(error: NameConflictError) -> Failure:
-    return Failure(ConditionReason.NAME_CONFLICT, str(error))
-
-
-def _refusal(label: str, error: ClusterError) -> Failure:
-    said = f"{label}: {error.reason or 'refused'}: {error.message.replace('; ', ', ')}"
-    return Failure(ConditionReason.CHILD_REFUSED, sentence(said, "correct what refuses it"))

@@ -20,19 +20,15 @@ from collections.abc import Mapping, Sequence
 from vlm_operator.names import Role
 from vlm_operator.rollout import replica_counts
 from vlm_operator.rollout.replica_counts import SurgeLimits
-from vlm_operator.rollout.target import RevisionTarget
+from vlm_operator.rollout.target import RevisionTargets, Sizes
 from vlm_operator.state import DeploymentState, Key
 
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatedStep:
-    """One step of all roles.
+    """One step of all roles; the fields that `Step` has, too, are as there.
 
     Attributes:
-        replicas: replicas of the pools' Deployments; a Deployment without an entry is deleted.
-        gateways: gateway replicas by compat.
-        at: number of completed steps.
-        of: total number of steps.
         missing: number of new pods that the step waits for, by role.
         retiring: compat whose gateways are being removed; None if no set is being removed.
     """
@@ -81,9 +77,9 @@ class _Part:
 
     def next_new(self, at: int, steps: int, others: int) -> int:
         """Return the number of new pods to request; `others` pods of the role exist already."""
-        room = self.target + self.limits.surge - others
+        allowed = self.target + self.limits.surge - others
         have = min(replica_counts.desired(self.new), self.target)
-        return max(have, min(self.new_at(min(at + 1, steps), steps), room))
+        return max(have, min(self.new_at(min(at + 1, steps), steps), allowed))
 
     def next_old(self, at: int, steps: int) -> int:
         """Return the number of old pods to keep.
@@ -100,21 +96,13 @@ class _Part:
 
 
 def step_coordinated(
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
+    goals: RevisionTargets,
+    target: Sizes,
     live: Sequence[DeploymentState],
     gateways: Mapping[str, int],
     limits_by_role: Mapping[Role, SurgeLimits],
 ) -> CoordinatedStep:
-    """Decide the next step of a change of compat.
-
-    Args:
-        goals: target revisions by role and variant, gateway included.
-        target: replicas of each role and variant after the rollout, gateway included.
-        live: all Deployments of the service.
-        gateways: number of existing gateway pods by compat, draining ones included.
-        limits_by_role: surge and unavailability limits of each role.
-    """
+    """Decide the next step of a change of compat; the arguments are as in `next_step`."""
     goal = goals[Role.GATEWAY, ""].compat
     sets = {item.compat for item in live} - {goal}
     serving = sorted(
@@ -157,7 +145,7 @@ def _part(
     role: Role,
     goal: str,
     serving: Sequence[str],
-    target: Mapping[tuple[Role, str], int],
+    target: Sizes,
     live: Sequence[DeploymentState],
     limits_by_role: Mapping[Role, SurgeLimits],
 ) -> _Part:
@@ -202,8 +190,8 @@ def _suffices(parts: Mapping[Role, _Part], *, without: str) -> bool:
 
 def _grow(
     part: _Part,
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
+    goals: RevisionTargets,
+    target: Sizes,
     at: int,
     steps: int,
     live: Sequence[DeploymentState],
@@ -215,17 +203,19 @@ def _grow(
     own = {variant: goal for (name, variant), goal in goals.items() if name is part.role}
     current = {(part.role, variant, goal.revision) for variant, goal in own.items()}
     older = [item for item in part.new if item.key not in current]
-    kept = replica_counts.shrunk(older, replica_counts.available(older))
+    older_replicas = replica_counts.shrunk(older, replica_counts.available(older))
     newest = [item for item in part.new if item.key in current]
     others = replica_counts.existing(
         [item for item in live if item.role is part.role and item not in part.new]
     )
-    room = part.target + part.limits.surge - others - replica_counts.existing(older)
-    total = part.next_new(at, steps, others) - sum(kept.values())
+    allowed = part.target + part.limits.surge - others - replica_counts.existing(older)
+    total = part.next_new(at, steps, others) - sum(older_replicas.values())
     sizes = {variant: target.get((part.role, variant), 0) for variant in own}
     now = {item.variant: item.desired for item in newest}
-    grown = replica_counts.grown(now, sizes, max(replica_counts.desired(newest), min(total, room)))
-    return {key: count for key, count in kept.items() if count} | {
+    grown = replica_counts.grown(
+        now, sizes, max(replica_counts.desired(newest), min(total, allowed))
+    )
+    return {key: count for key, count in older_replicas.items() if count} | {
         (part.role, variant, goal.revision): grown[variant] for variant, goal in own.items()
     }
 
@@ -241,15 +231,15 @@ def _shrink(
     if retiring is not None:
         return {item.key: item.desired for item in part.old}
     excess = replica_counts.desired(part.old) - part.next_old(at, steps)
-    found: dict[Key, int] = {}
+    replicas: dict[Key, int] = {}
     for compat in serving:
         members = _of(part.old, compat)
         have = replica_counts.desired(members)
         least = min(have, 1) if part.keep else 0
-        left = replica_counts.shrunk(members, have - max(0, excess), least=least)
-        excess -= have - sum(left.values())
-        found |= left
-    return found
+        remaining = replica_counts.shrunk(members, have - max(0, excess), least=least)
+        excess -= have - sum(remaining.values())
+        replicas |= remaining
+    return replicas
 
 
 def _gateways(
@@ -271,16 +261,16 @@ def _gateways(
     )
     have = replica_counts.desired(part.new)
     others = replica_counts.existing(part.old)
-    found = {goal: part.next_new(at, steps, others)} if complete else {}
+    replicas = {goal: part.next_new(at, steps, others)} if complete else {}
     if part.new and not complete:
-        found[goal] = min(have, part.target)
+        replicas[goal] = min(have, part.target)
     excess = replica_counts.desired(part.old) - part.next_old(at, steps)
     for compat in serving:
         size = replica_counts.desired(_of(part.old, compat))
         if retiring is not None:
-            found[compat] = 0 if compat == retiring else size
+            replicas[compat] = 0 if compat == retiring else size
             continue
         taken = min(max(0, excess), max(0, size - 1))
-        found[compat] = size - taken
+        replicas[compat] = size - taken
         excess -= taken
-    return found
+    return replicas

@@ -66,14 +66,8 @@ def plan_drain(
 ) -> DrainPlan:
     """Lower a Deployment's replicas by the number of its drained pods.
 
-    Args:
-        deployment: its observed state.
-        pods: its pods.
-        samples: /stats samples by pod uid.
-        want: replicas after all drains.
-        timeout: seconds after which a pod counts as drained even if requests are in flight.
-        at_once: maximum number of pods that drain at the same time.
-        now: seconds since the epoch.
+    `want` are the replicas after all drains. At most `at_once` pods drain at the same time. After
+    `timeout` seconds, a pod counts as drained even if requests are in flight.
     """
     alive = _kept(pods, deployment.desired)
     excess = deployment.desired - want

@@ -1,4 +1,4 @@
-"""Computes the revision of each role and variant: a digest of what its pods are made of.
+"""Computes the revision of each role and variant: a digest of the inputs of its pods.
 
 manifest fields that restart pods ─▶ inputs ┐
 operator's defaults ─▶ resolved ────────────┴▶ revision
@@ -17,7 +17,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlm_operator.api import Drain, Pool, Variant, VLMService, resolve, stages
+from vlm_operator.api import Pool, Variant, VLMService, resolve, stages
+from vlm_operator.api.pool import Drain
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Resolved, Revision
 
@@ -34,11 +35,6 @@ def keep_defaults(
     written: VLMService, deployments: Iterable[DeploymentState], *, worker_image: str
 ) -> tuple[VLMService, Resolved]:
     """Fill in a service's defaults: those of its live pods, or the operator's current ones.
-
-    Args:
-        written: the service as the user wrote it.
-        deployments: all Deployments of the service.
-        worker_image: the operator's default image.
 
     Returns:
         The service with every default filled in, and the values that all its pods share.
@@ -74,11 +70,11 @@ def current_revisions(
     """
     live = list(deployments)
     shared = dataclasses.replace(shared, pull_policy=pull_policy, bind=bind)
-    found: dict[tuple[Role, str], Revision] = {}
+    revisions: dict[tuple[Role, str], Revision] = {}
     for role, pool in service.spec.pools.present.items():
         for variant in pool.variants:
             inputs = _digest(shared.base, _pool_inputs(service, role, pool, variant))
-            found[role, variant.name] = _revision(
+            revisions[role, variant.name] = _revision(
                 role, variant.name, inputs, shared, live, drain=pool.drain.timeout_seconds
             )
     gateway = service.spec.gateway
@@ -92,10 +88,10 @@ def current_revisions(
             **_restart(service),
         },
     )
-    found[Role.GATEWAY, ""] = _revision(
+    revisions[Role.GATEWAY, ""] = _revision(
         Role.GATEWAY, "", inputs, shared, live, drain=gateway.drain.timeout_seconds
     )
-    return found
+    return revisions
 
 
 def service_revision(revisions: Mapping[tuple[Role, str], Revision]) -> str:

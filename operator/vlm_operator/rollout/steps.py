@@ -19,12 +19,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from vlm_operator.api import RolloutStrategy
+from vlm_operator.api.enums import RolloutStrategy
 from vlm_operator.names import Role
 from vlm_operator.rollout import replica_counts
 from vlm_operator.rollout.coordinated import CoordinatedStep, step_coordinated
 from vlm_operator.rollout.replica_counts import SurgeLimits
-from vlm_operator.rollout.target import RevisionTarget, RolloutTarget
+from vlm_operator.rollout.target import RevisionTargets, RolloutTarget, Sizes
 from vlm_operator.state import DeploymentState, Key
 
 
@@ -58,13 +58,12 @@ class Step:
 
     @property
     def done(self) -> bool:
-        """Whether only pods of the goal's revisions exist."""
         return not self.waiting
 
 
 def next_step(
     rollout_target: RolloutTarget,
-    target: Mapping[tuple[Role, str], int],
+    target: Sizes,
     live: Sequence[DeploymentState],
     gateways: Mapping[str, int],
     limits_by_role: Mapping[Role, SurgeLimits],
@@ -72,19 +71,12 @@ def next_step(
 ) -> Step:
     """Decide the replicas of every revision from the observed state.
 
-    Args:
-        rollout_target: target revisions and failures.
-        target: replicas of each role and variant after the rollout, gateway included.
-        live: all Deployments of the service.
-        gateways: number of existing gateway pods by compat, draining ones included.
-        limits_by_role: surge and unavailability limits of each role.
-        strategy: with Recreate, old pods end before new pods start.
+    `target` are the replicas of each role and variant after the rollout, gateway included.
+    `gateways` is the number of existing gateway pods by compat, draining ones included.
     """
     goals = rollout_target.goals
-    kept = {
-        **{item.key: item.failed for item in live if item.failed},
-        **rollout_target.marks,
-    }
+    noted = {item.key: item.failed for item in live if item.failed}
+    noted.update(rollout_target.failed_notes)
     wanted = {(*key, goal.revision) for key, goal in goals.items()}
     compat = goals[Role.GATEWAY, ""].compat
     fronts = {item.compat for item in live if item.role is Role.GATEWAY} - {compat}
@@ -92,32 +84,29 @@ def next_step(
     pools = [item for item in live if item.role is not Role.GATEWAY]
     old = [item for item in pools if item.key not in wanted]
     moving = [item for item in old if item.desired or item.replicas]
-    coordinated = None
+    coordinated: CoordinatedStep | None = None
     fronted: Mapping[str, int]
     if strategy is RolloutStrategy.RECREATE:
         replicas, fronted = _recreate(goals, target, live, moving, fronts)
         waiting = "old pods drain before new ones start" if moving else ""
     elif fronts or any(item.compat != compat for item in moving):
         coordinated = step_coordinated(goals, target, live, gateways, limits_by_role)
-        replicas, fronted, waiting = (
-            dict(coordinated.replicas),
-            coordinated.gateways,
-            _awaited(coordinated, goals),
-        )
+        replicas, fronted = dict(coordinated.replicas), coordinated.gateways
+        waiting = _awaited(coordinated, goals)
     else:
         replicas, waiting = _roles(goals, target, pools, moving, limits_by_role)
         fronted = {compat: target.get((Role.GATEWAY, ""), 0)}
     if fronts and not waiting:
         waiting = "gateways of the old revision finish their streams"
     # a failed revision keeps its Deployment at 0 replicas: its annotation says that it failed
-    failed = {item.key for item in pools} & kept.keys() - wanted
+    failed = {item.key for item in pools} & noted.keys() - wanted
     replicas |= {key: replicas.get(key, 0) for key in failed if rollout_target.back}
     return Step(
         replicas=replicas,
         waiting=waiting,
         gateways=fronted,
         initial=_initial(old, replicas),
-        failed={key: said for key, said in kept.items() if key in replicas},
+        failed={key: reason for key, reason in noted.items() if key in replicas},
         failure=next(iter(rollout_target.failures.values()), ""),
         back=rollout_target.back,
         at=coordinated.at if coordinated else 0,
@@ -126,8 +115,8 @@ def next_step(
 
 
 def _roles(
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
+    goals: RevisionTargets,
+    target: Sizes,
     pools: Sequence[DeploymentState],
     moving: Sequence[DeploymentState],
     limits_by_role: Mapping[Role, SurgeLimits],
@@ -135,14 +124,14 @@ def _roles(
     """Replace every role independently; return the replicas and what the rollout waits for."""
     roles = {role for role, _ in goals if role is not Role.GATEWAY} | {i.role for i in moving}
     lacking = {role: _missing(role, goals, target, pools) for role in roles}
-    behind = [role for role, count in lacking.items() if count]
+    unready = [role for role, count in lacking.items() if count]
     replicas: dict[Key, int] = {}
     for role in sorted(roles):
         own = [item for item in pools if item.role is role]
         limits = limits_by_role.get(role, SurgeLimits(1, 0))
-        replicas |= _replace_role(role, goals, target, own, limits, behind=behind)
-    left = sum(replica_counts.existing([item]) for item in moving)
-    if not left:
+        replicas |= _replace_role(role, goals, target, own, limits, unready=unready)
+    num_old = sum(replica_counts.existing([item]) for item in moving)
+    if not num_old:
         return replicas, ""
     movers = {item.role for item in moving}
     needed = movers | {
@@ -150,31 +139,23 @@ def _roles(
         for role in movers
         for one in _waits_for(role, goals, target, [i for i in moving if i.role is role])
     }
-    awaited = [role for role in behind if role in needed]
-    return replicas, _not_ready(awaited, lacking, goals) or _draining(left)
+    awaited = [role for role in unready if role in needed]
+    return replicas, _not_ready(awaited, lacking, goals) or _draining(num_old)
 
 
 def _replace_role(
     role: Role,
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
+    goals: RevisionTargets,
+    target: Sizes,
     live: Sequence[DeploymentState],
     limits: SurgeLimits,
     *,
-    behind: Collection[Role],
+    unready: Collection[Role],
 ) -> dict[Key, int]:
-    """Decide the replicas of one role's Deployments, all of one compat set.
+    """Decide the replicas of one role's Deployments `live`, all of one compat set.
 
-    Args:
-        role: the role to replace.
-        goals: target revisions of all roles.
-        target: replicas of each role and variant after the rollout.
-        live: Deployments of this role.
-        limits: surge and unavailability limits of this role.
-        behind: roles whose new pods are not all available.
-
-    Returns:
-        Replicas by Deployment; an old Deployment without an entry is deleted.
+    An old Deployment without an entry is deleted. The new pods of `unready` roles are not all
+    available.
     """
     own = {variant: goal for (name, variant), goal in goals.items() if name is role}
     wanted = {(role, variant, goal.revision) for variant, goal in own.items()}
@@ -182,30 +163,25 @@ def _replace_role(
     old = [item for item in live if item.key not in wanted]
     sizes = {variant: target.get((role, variant), 0) for variant in own}
     whole = sum(sizes.values())
-    room = whole + limits.surge - replica_counts.existing(old)
-    grown = replica_counts.grown({item.variant: item.desired for item in new}, sizes, room)
-    found: dict[Key, int] = {
+    allowed = whole + limits.surge - replica_counts.existing(old)
+    grown = replica_counts.grown({item.variant: item.desired for item in new}, sizes, allowed)
+    replicas: dict[Key, int] = {
         (role, variant, goal.revision): grown[variant] for variant, goal in own.items()
     }
-    if old and _waits_for(role, goals, target, old) & set(behind):
-        return found | {item.key: item.desired for item in old}
+    if old and _waits_for(role, goals, target, old) & set(unready):
+        return replicas | {item.key: item.desired for item in old}
     keep = max(0, limits.floor(whole) - replica_counts.available(new))
-    return found | {key: count for key, count in replica_counts.shrunk(old, keep).items() if count}
+    return replicas | {
+        key: count for key, count in replica_counts.shrunk(old, keep).items() if count
+    }
 
 
 def _waits_for(
-    role: Role,
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
-    old: Sequence[DeploymentState],
+    role: Role, goals: RevisionTargets, target: Sizes, old: Sequence[DeploymentState]
 ) -> set[Role]:
     """Return the roles that take over stages which the old pods of `role` load and its new do not.
 
-    Args:
-        role: the role whose old pods may wait.
-        goals: target revisions of all roles.
-        target: replicas of each role and variant; a goal with 0 replicas takes over nothing.
-        old: old Deployments of `role`.
+    A goal with 0 replicas takes over nothing.
     """
     staffed = {key: goal for key, goal in goals.items() if target.get(key, 0)}
     loaded = frozenset.union(
@@ -219,35 +195,28 @@ def _waits_for(
 
 
 def _missing(
-    role: Role,
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
-    live: Sequence[DeploymentState],
+    role: Role, goals: RevisionTargets, target: Sizes, live: Sequence[DeploymentState]
 ) -> int:
-    """Return how many pods of a role's goals are not available yet."""
-    found = 0
+    missing = 0
     for (name, variant), goal in goals.items():
         if name is role:
             key = (role, variant, goal.revision)
             new = [item for item in live if item.key == key]
-            found += max(0, target.get((role, variant), 0) - replica_counts.available(new))
-    return found
+            missing += max(0, target.get((role, variant), 0) - replica_counts.available(new))
+    return missing
 
 
 def _recreate(
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
+    goals: RevisionTargets,
+    target: Sizes,
     live: Sequence[DeploymentState],
     moving: Sequence[DeploymentState],
     fronts: set[str],
 ) -> tuple[dict[Key, int], dict[str, int]]:
-    """End old pods, then start new ones.
+    """End old pods, then start new ones; return replicas, and gateway replicas by compat.
 
     Old gateways stay until enough new ones are available, because they answer clients with a retry
     time.
-
-    Returns:
-        Replicas of the pools' Deployments, and gateway replicas by compat.
     """
     now = {item.key: item.desired for item in live}
     replicas: dict[Key, int] = {
@@ -266,36 +235,32 @@ def _recreate(
 
 def _initial(old: Sequence[DeploymentState], replicas: Mapping[Key, int]) -> dict[Key, int]:
     """Return the replicas of old Deployments from before the rollout removed their first pod."""
-    found = {}
-    for item in old:
-        key = item.key
-        if key in replicas and (item.initial is not None or replicas[key] < item.desired):
-            found[key] = item.before_rollout
-    return found
+    return {
+        item.key: item.before_rollout
+        for item in old
+        if item.key in replicas and (item.initial is not None or replicas[item.key] < item.desired)
+    }
 
 
-def _awaited(coordinated: CoordinatedStep, goals: Mapping[tuple[Role, str], RevisionTarget]) -> str:
-    """Say what a coordinated step waits for."""
+def _awaited(coordinated: CoordinatedStep, goals: RevisionTargets) -> str:
     where = f"step {min(coordinated.at + 1, coordinated.of)} of {coordinated.of}: "
     if coordinated.retiring is not None:
         return where + "the last gateways of the old revision finish their streams"
     lacking = [role for role in coordinated.missing if role is not Role.GATEWAY]
-    said = _not_ready(lacking or list(coordinated.missing), coordinated.missing, goals)
-    return where + (said or "pods of the old revision drain")
+    awaited = _not_ready(lacking or list(coordinated.missing), coordinated.missing, goals)
+    return where + (awaited or "pods of the old revision drain")
 
 
-def _not_ready(
-    roles: Sequence[Role],
-    lacking: Mapping[Role, int],
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-) -> str:
-    for role in roles:
-        revision = next((goal.revision for key, goal in goals.items() if key[0] is role), "")
-        count, one = lacking[role], lacking[role] == 1
-        which = f"{count} {role} {'pod' if one else 'pods'} of revision {revision}"
-        return f"{which} {'is' if one else 'are'} not ready yet"
-    return ""
+def _not_ready(roles: Sequence[Role], lacking: Mapping[Role, int], goals: RevisionTargets) -> str:
+    if not roles:
+        return ""
+    role, count = roles[0], lacking[roles[0]]
+    revision = next((goal.revision for key, goal in goals.items() if key[0] is role), "")
+    pods, are = ("pod", "is") if count == 1 else ("pods", "are")
+    return f"{count} {role} {pods} of revision {revision} {are} not ready yet"
 
 
-def _draining(left: int) -> str:
-    return f"{left} pods of the old revision drain" if left > 1 else "the last old pod drains"
+def _draining(num_pods: int) -> str:
+    return (
+        f"{num_pods} pods of the old revision drain" if num_pods > 1 else "the last old pod drains"
+    )

@@ -18,6 +18,7 @@ from vlm_operator.api.policy import Rollout
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Key, PodState, Revision
 
+RoleVariant = tuple[Role, str]
 CRASHES = 3  # restarts from which a short time of readiness does not count as recovery
 
 
@@ -34,6 +35,10 @@ class RevisionTarget:
     stages: frozenset[str]
 
 
+RevisionTargets = Mapping[RoleVariant, RevisionTarget]
+Sizes = Mapping[RoleVariant, int]  # replicas
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutTarget:
     """The target revision of each role and variant.
@@ -42,17 +47,17 @@ class RolloutTarget:
         goals: target revisions by role and variant, gateway included.
         failures: failures by role and variant; one sentence naming pod and cause.
         back: some goal differs from the manifest: the rollout rolls back.
-        marks: values of the `failed` annotation of Deployments that are not tried again.
+        failed_notes: values of the `failed` annotation of Deployments that are not tried again.
     """
 
-    goals: Mapping[tuple[Role, str], RevisionTarget]
-    failures: Mapping[tuple[Role, str], str]
+    goals: RevisionTargets
+    failures: Mapping[RoleVariant, str]
     back: bool
-    marks: Mapping[Key, str]
+    failed_notes: Mapping[Key, str]
 
 
 def select_target(
-    revisions: Mapping[tuple[Role, str], Revision],
+    revisions: Mapping[RoleVariant, Revision],
     stages: Mapping[Role, frozenset[str]],
     deployments: Sequence[DeploymentState],
     pods: Iterable[PodState],
@@ -64,46 +69,40 @@ def select_target(
 ) -> RolloutTarget:
     """Choose the goals of this turn.
 
-    Args:
-        revisions: revisions that the manifest asks for.
-        stages: stages that each role loads.
-        deployments: all Deployments of the service.
-        pods: pods of all roles.
-        policy: spec.rollout.
-        unschedulable_timeout: seconds that a pod waits for a node before the rollout drains another
-            pod for it.
-        now: seconds since the epoch.
-        progressed: seconds since the epoch of the service's last progress. A pod's deadline starts
-            at its creation or then, whichever is later.
+    `stages` are those that each role loads. A pod's deadline starts at its creation or at
+    `progressed`, the time of the service's last progress, whichever is later. A pod may wait
+    `unschedulable_timeout` seconds for a node before the rollout drains another pod for it.
     """
     wanted = {
         key: RevisionTarget(item.id, item.resolved.compat, stages.get(key[0], frozenset()))
         for key, item in revisions.items()
     }
-    known = {item.key: item for item in deployments}
+    noted = {item.key: item.failed for item in deployments if item.failed}
     failures = {
-        key: live.failed
+        key: noted[*key, goal.revision]
         for key, goal in wanted.items()
-        if (live := known.get((*key, goal.revision))) is not None and live.failed
+        if (*key, goal.revision) in noted
     }
     marked = set(failures)
     old = [item for item in deployments if _is_old(item, wanted)]
     if old:
         deadline = policy.progress_deadline_seconds
         fresh = _failing(wanted, pods, deadline, unschedulable_timeout, now, progressed)
-        failures |= {key: said for key, said in fresh.items() if key not in failures}
+        failures |= {key: cause for key, cause in fresh.items() if key not in failures}
     returning = policy.on_failure is OnFailure.ROLLBACK
-    marks = {
-        (*key, wanted[key].revision): said
-        for key, said in failures.items()
-        if key not in marked and returning and _way_back(key, wanted, old)
+    failed_notes = {
+        (*key, wanted[key].revision): cause
+        for key, cause in failures.items()
+        if key not in marked and returning and _can_roll_back(key, wanted, old)
     }
-    backward = [key for key in failures if key in marked or (*key, wanted[key].revision) in marks]
-    goals = _back(wanted, old, backward)
-    return RolloutTarget(goals, failures, back=goals != wanted, marks=marks)
+    returning_keys = [
+        key for key in failures if key in marked or (*key, wanted[key].revision) in failed_notes
+    ]
+    goals = _rolled_back(wanted, old, returning_keys)
+    return RolloutTarget(goals, failures, back=goals != wanted, failed_notes=failed_notes)
 
 
-def _is_old(item: DeploymentState, wanted: Mapping[tuple[Role, str], RevisionTarget]) -> bool:
+def _is_old(item: DeploymentState, wanted: RevisionTargets) -> bool:
     goal = wanted.get((item.role, item.variant))
     if item.role is Role.GATEWAY:
         return goal is None or item.compat != goal.compat
@@ -111,22 +110,22 @@ def _is_old(item: DeploymentState, wanted: Mapping[tuple[Role, str], RevisionTar
 
 
 def _failing(
-    wanted: Mapping[tuple[Role, str], RevisionTarget],
+    wanted: RevisionTargets,
     pods: Iterable[PodState],
     deadline: float,
     unschedulable_timeout: float,
     now: float,
     progressed: float,
-) -> dict[tuple[Role, str], str]:
+) -> dict[RoleVariant, str]:
     """Return one failure sentence for each role and variant with a pod past its deadline.
 
     Of several such pods, one with a known cause is named, then the oldest.
     """
-    found: dict[tuple[Role, str], str] = {}
+    failures: dict[RoleVariant, str] = {}
     for pod in sorted(pods, key=lambda item: (not item.blocked, item.created, item.name)):
         key = (pod.role, pod.variant)
         goal = wanted.get(key)
-        if goal is None or pod.revision != goal.revision or key in found:
+        if goal is None or pod.revision != goal.revision or key in failures:
             continue
         # a pending pod may get its node only after the rollout drained another pod for it
         allowed = max(deadline, 2 * unschedulable_timeout) if pod.pending else deadline
@@ -135,34 +134,30 @@ def _failing(
         if pod.ready or pod.draining or pod.finished or now - began < allowed or not stuck:
             continue
         cause = pod.blocked or ("waits for a node" if pod.pending else "does not become ready")
-        found[key] = f"{pod.role} pod {pod.name} of revision {pod.revision}: {cause}"
-    return found
+        failures[key] = f"{pod.role} pod {pod.name} of revision {pod.revision}: {cause}"
+    return failures
 
 
-def _way_back(
-    key: tuple[Role, str],
-    wanted: Mapping[tuple[Role, str], RevisionTarget],
-    old: Sequence[DeploymentState],
+def _can_roll_back(
+    key: RoleVariant, wanted: RevisionTargets, old: Sequence[DeploymentState]
 ) -> bool:
-    return _alone(key, wanted, old) != [] or _set_before(wanted, old) is not None
+    return _same_compat(key, wanted, old) != [] or _previous_set(wanted, old) is not None
 
 
-def _back(
-    wanted: Mapping[tuple[Role, str], RevisionTarget],
-    old: Sequence[DeploymentState],
-    failed: Iterable[tuple[Role, str]],
-) -> dict[tuple[Role, str], RevisionTarget]:
+def _rolled_back(
+    wanted: RevisionTargets, old: Sequence[DeploymentState], failed: Iterable[RoleVariant]
+) -> dict[RoleVariant, RevisionTarget]:
     """Return the goals with the failed ones replaced by previous revisions."""
     goals = dict(wanted)
     for key in failed:
         role = key[0]
-        alone = _alone(key, wanted, old)
-        if alone:
+        peers = _same_compat(key, wanted, old)
+        if peers:
             # only the failed role rolls back; the others of its compat set keep their goals
             goals = {name: goal for name, goal in goals.items() if name[0] is not role}
-            goals |= {(role, item.variant): _goal(item) for item in _newest(alone)}
+            goals |= {(role, item.variant): _goal(item) for item in _newest(peers)}
             continue
-        before = _set_before(wanted, old)
+        before = _previous_set(wanted, old)
         if before is None:
             continue
         members = [item for item in old if item.compat == before and not item.failed]
@@ -170,10 +165,8 @@ def _back(
     return goals
 
 
-def _alone(
-    key: tuple[Role, str],
-    wanted: Mapping[tuple[Role, str], RevisionTarget],
-    old: Sequence[DeploymentState],
+def _same_compat(
+    key: RoleVariant, wanted: RevisionTargets, old: Sequence[DeploymentState]
 ) -> list[DeploymentState]:
     """Return the old Deployments to which a role can roll back without the others.
 
@@ -185,9 +178,7 @@ def _alone(
     return [item for item in old if (item.role, item.compat) == (role, compat) and not item.failed]
 
 
-def _set_before(
-    wanted: Mapping[tuple[Role, str], RevisionTarget], old: Iterable[DeploymentState]
-) -> str | None:
+def _previous_set(wanted: RevisionTargets, old: Iterable[DeploymentState]) -> str | None:
     """Return the old compat set with the most decode pods; None if no old set has decode pods."""
     new = {goal.compat for goal in wanted.values()}
     sizes: dict[str, int] = {}
@@ -199,7 +190,7 @@ def _set_before(
 
 def _newest(items: Iterable[DeploymentState]) -> list[DeploymentState]:
     """Return one Deployment of each role and variant: the largest, then the newest."""
-    best: dict[tuple[Role, str], DeploymentState] = {}
+    best: dict[RoleVariant, DeploymentState] = {}
     for item in sorted(items, key=lambda one: (one.desired, one.created, one.name)):
         best[item.role, item.variant] = item
     return list(best.values())
@@ -210,21 +201,19 @@ def _goal(item: DeploymentState) -> RevisionTarget:
 
 
 def sizes(
-    goals: Mapping[tuple[Role, str], RevisionTarget],
-    target: Mapping[tuple[Role, str], int],
-    live: Sequence[DeploymentState],
-) -> dict[tuple[Role, str], int]:
+    goals: RevisionTargets, target: Sizes, live: Sequence[DeploymentState]
+) -> dict[RoleVariant, int]:
     """Return the replicas of each goal.
 
     If a rollback restores other variants, the pool's target is distributed over them by their
     former replicas. A role that the manifest no longer has keeps its former size.
     """
-    found: dict[tuple[Role, str], int] = {}
+    replicas: dict[RoleVariant, int] = {}
     for role in {name for name, _ in goals}:
         variants = sorted(variant for name, variant in goals if name is role)
         asked = {variant: count for (name, variant), count in target.items() if name is role}
         if set(asked) == set(variants):
-            found |= {(role, variant): asked[variant] for variant in variants}
+            replicas |= {(role, variant): asked[variant] for variant in variants}
             continue
         had = {
             item.variant: item.before_rollout
@@ -235,9 +224,9 @@ def sizes(
         whole, left = sum(had.values()), sum(asked.values()) if asked else sum(had.values())
         for variant in variants:
             part = round(left * had.get(variant, 0) / whole) if whole else left
-            found[role, variant] = part
+            replicas[role, variant] = part
             left, whole = left - part, whole - had.get(variant, 0)
-    return found
+    return replicas
 
 
 _NOWHERE = RevisionTarget("", "", frozenset())

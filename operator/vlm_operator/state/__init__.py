@@ -9,32 +9,18 @@ owners.py       the owner of an object                                  owned_by
 """
 
 from vlm_operator.cluster import Manifest
-from vlm_operator.state.cluster_view import (
-    ContainerState,
-    NodeClassState,
-    Observed,
-    PodState,
-    error_line,
-    one_line,
-)
+from vlm_operator.state.cluster_view import NodeClassState, Observed, PodState
 from vlm_operator.state.deployments import (
-    ANNOTATION_APPLIED,
     ANNOTATION_DELETION_COST,
-    ANNOTATION_FAILED,
-    ANNOTATION_INITIAL,
-    ANNOTATION_INPUTS,
-    ANNOTATION_RESOLVED,
     DeploymentState,
     Key,
     Resolved,
     Revision,
 )
-from vlm_operator.state.owners import controller, is_pod_of, names_of, owned_by, parted
+from vlm_operator.state.owners import owned_by
 from vlm_operator.state.pod_stats import (
     ItlHistogram,
     KvTokens,
-    ModelFacts,
-    Phase,
     Sample,
     StageSeconds,
     Ttft,
@@ -42,22 +28,14 @@ from vlm_operator.state.pod_stats import (
 )
 
 __all__ = [
-    "ANNOTATION_APPLIED",
     "ANNOTATION_DELETION_COST",
-    "ANNOTATION_FAILED",
-    "ANNOTATION_INITIAL",
-    "ANNOTATION_INPUTS",
-    "ANNOTATION_RESOLVED",
-    "ContainerState",
     "DeploymentState",
     "ItlHistogram",
     "Key",
     "KvTokens",
     "Manifest",
-    "ModelFacts",
     "NodeClassState",
     "Observed",
-    "Phase",
     "PodState",
     "Resolved",
     "Revision",
@@ -65,11 +43,5 @@ __all__ = [
     "StageSeconds",
     "Ttft",
     "WorkCounters",
-    "controller",
-    "error_line",
-    "is_pod_of",
-    "names_of",
-    "one_line",
     "owned_by",
-    "parted",
 ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.cluster import Manifest
+from vlm_operator.cluster import Manifest, epoch_seconds
 from vlm_operator.names import Role
 from vlm_operator.state.deployments import DeploymentState
 from vlm_operator.state.pod_stats import Sample
@@ -66,19 +65,15 @@ class PodState:
     """One pod as the API server returns it. Times are seconds since the epoch.
 
     Attributes:
-        created: creation time.
-        scheduled: the pod has a node.
         accepting: value of the readiness gate; None until it is set.
         gate_since: time of the gate's last transition.
-        deleting: the pod has a deletion timestamp.
         finished: the pod's phase is Succeeded or Failed.
         restarts: restarts of all containers, init containers excluded.
         blocked: the cause that keeps the pod from becoming ready; "" if none is known.
         ready_since: time of the last transition to ready; None if it is not ready.
         unready_since: time of the last transition to not ready; None if it is ready or has no such
             condition.
-        scheduled_since: time at which it got its node; None without a node.
-        containers: states of the containers, init containers first.
+        containers: init containers first.
         unscheduled: the scheduler's message while the pod has no node; "" otherwise.
     """
 
@@ -150,12 +145,10 @@ class PodState:
 
     @property
     def starting(self) -> bool:
-        """Whether it has a node and is not ready yet."""
         return self.scheduled and not self.ready and not self.draining and not self.finished
 
     @property
     def pending(self) -> bool:
-        """Whether it has no node yet."""
         return not self.scheduled and not self.draining and not self.finished
 
 
@@ -208,11 +201,16 @@ class Observed:
 
     def of(self, role: Role) -> tuple[PodState, ...]:
         """Return all pods of a role that have not ended, oldest first."""
-        found = [pod for pod in self.pods if pod.role is role and not pod.finished]
-        return tuple(sorted(found, key=lambda pod: (pod.created, pod.name)))
+        pods = [pod for pod in self.pods if pod.role is role and not pod.finished]
+        return tuple(sorted(pods, key=lambda pod: (pod.created, pod.name)))
+
+    def of_deployment(self, item: DeploymentState) -> list[PodState]:
+        """Return the pods of one Deployment that have not ended, oldest first."""
+        return [
+            pod for pod in self.of(item.role) if (pod.role, pod.variant, pod.revision) == item.key
+        ]
 
     def child(self, kind: str, name: str) -> Manifest | None:
-        """Return one child; None if it does not exist."""
         return self.children.get((kind, name))
 
     def with_children(self, newer: Mapping[tuple[str, str], Manifest]) -> Observed:
@@ -221,12 +219,11 @@ class Observed:
 
     def of_kind(self, kind: str) -> Iterator[Manifest]:
         """Yield all children of a kind, ordered by name."""
-        for (found, _), manifest in sorted(self.children.items(), key=lambda item: item[0]):
-            if found == kind:
-                yield manifest
+        for key in sorted(self.children):
+            if key[0] == kind:
+                yield self.children[key]
 
     def deployments(self) -> tuple[DeploymentState, ...]:
-        """Return the Deployments of all roles, gateway included."""
         read = (DeploymentState.of(manifest) for manifest in self.of_kind("Deployment"))
         return tuple(item for item in read if item is not None)
 
@@ -273,7 +270,4 @@ def one_line(text: str, *, limit: int = 300) -> str:
 
 def _lived(ended: Mapping[str, Any]) -> float | None:
     began, end = ended.get("startedAt"), ended.get("finishedAt")
-    if not began or not end:
-        return None
-    moments = [datetime.datetime.fromisoformat(str(item)) for item in (began, end)]
-    return (moments[1] - moments[0]).total_seconds()
+    return epoch_seconds(end) - epoch_seconds(began) if began and end else None

@@ -57,18 +57,12 @@ class Resolved:
 
 @dataclasses.dataclass(frozen=True)
 class Revision:
-    """The revision of one role and variant.
-
-    Attributes:
-        id: digest that names the revision.
-        inputs: digest of the manifest fields that restart pods.
-        resolved: values that the manifest does not fix.
-    """
+    """The revision of one role and variant; the digest `id` names it."""
 
     role: Role
     variant: str
     id: str
-    inputs: str
+    inputs: str  # digest of the manifest fields that restart pods
     resolved: Resolved
 
 
@@ -77,8 +71,7 @@ class DeploymentState:
     """One Deployment: one role, variant and revision.
 
     Attributes:
-        inputs: annotation with the digest of the manifest fields that restart pods.
-        resolved: annotation with `Resolved` as JSON.
+        resolved: `Resolved` as JSON, from its annotation.
         desired: `spec.replicas`.
         replicas: `status.replicas`, pods that exist.
         available: pods that have been ready for `minReadySeconds`.
@@ -115,7 +108,7 @@ class DeploymentState:
 
     @property
     def before_rollout(self) -> int:
-        """Replicas from before the rollout removed the first pod."""
+        """Replicas from before the rollout removed its first pod."""
         return self.desired if self.initial is None else self.initial
 
     @classmethod
@@ -126,6 +119,7 @@ class DeploymentState:
         """
         meta, status = manifest["metadata"], manifest.get("status", {})
         notes = meta.get("annotations", {})
+        initial, created = notes.get(ANNOTATION_INITIAL, ""), meta.get("creationTimestamp")
         fixed = manifest["spec"].get("selector", {}).get("matchLabels", {})
         labels = {**meta.get("labels", {}), **fixed}
         if labels.get(names.LABEL_ROLE) not in _ROLES:
@@ -144,31 +138,25 @@ class DeploymentState:
             deleting=meta.get("deletionTimestamp") is not None,
             available=int(status.get("availableReplicas", 0)),
             stages=frozenset(filter(None, _flag(manifest, _STAGES_FLAG).split(","))),
-            initial=int(noted)
-            if (noted := notes.get(ANNOTATION_INITIAL, "")).isdecimal()
-            else None,
+            initial=int(initial) if initial.isdecimal() else None,
             failed=notes.get(ANNOTATION_FAILED, ""),
-            created=_seconds(meta.get("creationTimestamp")),
+            created=epoch_seconds(created) if created else 0.0,
             pull_policy=next(_containers(manifest), {}).get("imagePullPolicy", ""),
             bind=_flag(manifest, _BIND_FLAG),
         )
 
 
 def _flag(manifest: Manifest, flag: str) -> str:
-    """Read a flag from the command line of the pods; "" if it is not given."""
-    given = (
+    """Read a flag from the command line of the pods; "" if it is absent."""
+    values = (
         argument.removeprefix(flag)
         for container in _containers(manifest)
         for argument in container.get("args", [])
         if argument.startswith(flag)
     )
-    return str(next(given, ""))
+    return str(next(values, ""))
 
 
 def _containers(manifest: Manifest) -> Iterator[Manifest]:
     pod = manifest["spec"].get("template", {}).get("spec", {})
     return iter(pod.get("containers", []))
-
-
-def _seconds(moment: str | None) -> float:
-    return 0.0 if moment is None else epoch_seconds(moment)

@@ -12,7 +12,7 @@ ReplicaSets.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from vlm_operator import names
 from vlm_operator.cluster import Manifest
@@ -25,8 +25,7 @@ def controller(item: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the ownerReference of an object's controller; None if it has none."""
     for owner in item["metadata"].get("ownerReferences", []):
         if owner.get("controller"):
-            found: Mapping[str, Any] = owner
-            return found
+            return cast("Mapping[str, Any]", owner)
     return None
 
 
@@ -44,11 +43,8 @@ def is_pod_of(
     Pods of a Deployment that was just deleted still belong to the service, because they finish
     their requests. The expected names of its Deployments identify them.
 
-    Args:
-        pod: the pod's manifest.
-        service: name of the service.
-        ours: names of Deployments that the service controls.
-        foreign: names of Deployments that carry its labels but that it does not control.
+    `ours` are the names of Deployments that the service controls, `foreign` those of Deployments
+    that carry its labels and that it does not control.
     """
     owner, meta = controller(pod), pod["metadata"]
     suffix = f"-{meta.get('labels', {}).get(_HASH, '')}"
@@ -60,25 +56,25 @@ def is_pod_of(
     deployment = replica_set.removesuffix(suffix)
     if deployment in ours:
         return True
-    return deployment not in foreign and deployment in _names(service, meta["labels"])
+    return deployment not in foreign and deployment in _deployment_names(service, meta["labels"])
 
 
 def parted(
     items: Iterable[Manifest], ours: Callable[[Manifest], bool]
 ) -> tuple[dict[Key, Manifest], dict[Key, Manifest]]:
     """Split objects into those for which `ours` is true and the others, each by kind and name."""
-    found: tuple[dict[Key, Manifest], dict[Key, Manifest]] = ({}, {})
+    owned: dict[Key, Manifest] = {}
+    others: dict[Key, Manifest] = {}
     for item in items:
-        found[0 if ours(item) else 1][item["kind"], item["metadata"]["name"]] = item
-    return found
+        (owned if ours(item) else others)[item["kind"], item["metadata"]["name"]] = item
+    return owned, others
 
 
 def names_of(kind: str, items: Iterable[Key]) -> frozenset[str]:
-    """Return the names of the objects of one kind."""
-    return frozenset(name for found, name in items if found == kind)
+    return frozenset(name for item_kind, name in items if item_kind == kind)
 
 
-def _names(service: str, labels: Mapping[str, str]) -> Iterator[str]:
+def _deployment_names(service: str, labels: Mapping[str, str]) -> Iterator[str]:
     """Yield the names of the Deployment of a pod with these labels, in this and older versions."""
     role = labels.get(names.LABEL_ROLE, "")
     variant = labels.get(names.LABEL_VARIANT, "")

@@ -6,7 +6,6 @@ write the status of a service under load on each turn.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,25 +23,24 @@ from vlm_operator.status.inputs import StatusInputs
 from vlm_operator.status.readiness import serving
 
 MEASURED_SECONDS = 30.0
-_MEASURED_IN_SUMMARY = ("ttftP95", "kvOccupancyPercent", "dominantStage")
-_MEASURED_IN_POOL = ("load", "recommendation")
+_MEASURED = frozenset(
+    ("load", "recommendation", "startupP90Seconds", "ttftP95", "ttftP95Milliseconds", "stages",
+     "dominantStage", "kvOccupancyPercent")
+)  # fmt: skip
 _HISTORY = 8
 
 
 def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manifest:
     """Return the content of `status`.
 
-    Args:
-        view: inputs of this turn.
-        previous: the present status. Unchanged conditions keep their times. Facts that workers
-            measured stay while no worker answers.
-        now: seconds since the epoch.
+    Unchanged conditions keep their times from the `previous` status. Facts that workers measured
+    stay while no worker answers.
     """
     pools = view.service.spec.pools
     revision = service_revision(view.revisions)
     compat = view.revisions[Role.GATEWAY, ""].resolved.compat
-    known = previous.get("pools", {})
-    found: dict[str, Any] = {
+    before = previous.get("pools", {})
+    status: dict[str, Any] = {
         "observedGeneration": view.written.generation,
         "conditions": with_times(
             condition_states(view), previous, generation=view.written.generation, now=now
@@ -57,7 +55,8 @@ def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manif
         "compatibilityHash": compat,
         "model": _model(view, previous),
         "pools": {
-            role.value: pool_status(view, role, known.get(role.value, {})) for role in pools.present
+            role.value: pool_status(view, role, before.get(role.value, {}))
+            for role in pools.present
         },
         "slo": _slo(view),
         "cost": _cost(view),
@@ -65,7 +64,7 @@ def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manif
         "effective": effective(view.written, view.service),
         "summary": _summary(view),
     }
-    return {key: value for key, value in found.items() if value not in (None, {}, [])}
+    return {key: value for key, value in status.items() if value not in (None, {}, [])}
 
 
 class WritePacing:
@@ -88,26 +87,22 @@ class WritePacing:
 
 
 def meaning(status: Manifest) -> Manifest:
-    """Return a status without its measured values."""
-    found = copy.deepcopy({key: value for key, value in status.items() if key != "model"})
-    for name in _MEASURED_IN_SUMMARY:
-        found.get("summary", {}).pop(name, None)
-    for pool in found.get("pools", {}).values():
-        for name in _MEASURED_IN_POOL:
-            pool.pop(name, None)
-        for variant in pool.get("variants", []):
-            variant.pop("startupP90Seconds", None)
-    for entry in found.get("slo", []):
-        for name in ("ttftP95Milliseconds", "stages", "dominantStage"):
-            entry.pop(name, None)
-    return found
+    unmeasured = {"effective": status.get("effective"), "model": None}
+    return {key: _without_measured(value) for key, value in status.items()} | unmeasured
+
+
+def _without_measured(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_without_measured(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {key: _without_measured(value) for key, value in node.items() if key not in _MEASURED}
 
 
 def pool_status(view: StatusInputs, role: Role, previous: Manifest) -> dict[str, Any]:
-    """Return the content of `status.pools.<role>`; `previous` is its present content."""
     pods = view.observed.of(role)
     decisions = view.history(role)
-    found: dict[str, Any] = {
+    status: dict[str, Any] = {
         "desiredReplicas": view.desired.get(role, 0),
         "replicas": len(pods),
         "readyReplicas": len(view.serving(role)),
@@ -120,14 +115,14 @@ def pool_status(view: StatusInputs, role: Role, previous: Manifest) -> dict[str,
     }
     decision = view.decisions.get(role)
     if decision is not None and decision.recommendation not in (None, decision.to):
-        found["recommendation"] = decision.recommendation
+        status["recommendation"] = decision.recommendation
     if decisions:
-        told = previous.get("lastDecision", {})
-        found["lastDecision"] = decision_status(decisions[-1], told, epoch=view.epoch)
+        last = previous.get("lastDecision", {})
+        status["lastDecision"] = decision_status(decisions[-1], last, epoch=view.epoch)
         earlier = [past_status(item) for item in reversed(decisions[:-1])][:_HISTORY]
         if earlier:
-            found["history"] = earlier
-    return {key: value for key, value in found.items() if value is not None}
+            status["history"] = earlier
+    return {key: value for key, value in status.items() if value is not None}
 
 
 def cost_per_hour(view: StatusInputs) -> float | None:
@@ -146,15 +141,13 @@ def load(view: StatusInputs, role: Role) -> dict[str, int] | None:
     samples = view.samples(role)
     if not samples:
         return None
-    found = {
+    occupancy = kv_occupancy_percent(samples)
+    return {
         "inflight": sum(sample.inflight for sample in samples),
         "queuedRequests": sum(sample.queued_requests for sample in samples),
         "queuedSeconds": round(sum(sample.queued_work_seconds for sample in samples)),
+        **({} if occupancy is None else {"kvOccupancyPercent": occupancy}),
     }
-    occupancy = kv_occupancy_percent(samples)
-    if occupancy is not None:
-        found["kvOccupancyPercent"] = occupancy
-    return found
 
 
 def kv_occupancy_percent(samples: Sequence[Sample]) -> int | None:
@@ -173,24 +166,23 @@ def kv_occupancy_percent(samples: Sequence[Sample]) -> int | None:
 def _variants(view: StatusInputs, role: Role) -> list[dict[str, Any]]:
     pool = view.service.spec.pools.of(role)
     assert pool is not None
-    found = []
+    entries = []
     policies = {item.name: item for item in view.policy.pools[role].variants}
     for variant in pool.variants:
-        pods, known = _pods(view, role, variant.name), policies[variant.name]
-        serving = [pod for pod in view.serving(role) if pod.variant == variant.name]
+        pods, policy = _pods(view, role, variant.name), policies[variant.name]
         entry: dict[str, Any] = {
             "name": variant.name,
             "replicas": len(pods),
-            "readyReplicas": len(serving),
+            "readyReplicas": sum(pod.variant == variant.name for pod in view.serving(role)),
         }
         if variant.node_class_ref is not None:
             entry["nodeClass"] = variant.node_class_ref.name
-        if known.cost_per_hour is not None:
-            entry["costPerHour"] = money(known.cost_per_hour * len(pods))
-        if known.startup_seconds is not None:
-            entry["startupP90Seconds"] = round(known.startup_seconds / 5) * 5
-        found.append(entry)
-    return found
+        if policy.cost_per_hour is not None:
+            entry["costPerHour"] = money(policy.cost_per_hour * len(pods))
+        if policy.startup_seconds is not None:
+            entry["startupP90Seconds"] = round(policy.startup_seconds / 5) * 5
+        entries.append(entry)
+    return entries
 
 
 def _pods(view: StatusInputs, role: Role, variant: str) -> list[PodState]:
@@ -202,27 +194,25 @@ def decision_status(
 ) -> dict[str, Any]:
     """Return `status.pools.*.lastDecision`.
 
-    Args:
-        decision: the pool's last decision.
-        previous: the present `lastDecision`; its epoch stays if the decision is the same.
-        epoch: the lease's epoch, for a new decision.
+    `previous` is the present one. Its epoch stays if the decision is the same; `epoch` is that of
+    the Lease, for a new decision.
     """
     past = past_status(decision)
-    told = all(previous.get(key) == value for key, value in past.items())
+    same = all(previous.get(key) == value for key, value in past.items())
     candidates = [
         {"signal": item.signal, "replicas": item.replicas} for item in decision.candidates
     ]
-    found: dict[str, Any] = {
+    cost = decision.cost_per_hour
+    status: dict[str, Any] = {
         **past,
-        "epoch": previous.get("epoch") if told else epoch,
+        "epoch": previous.get("epoch") if same else epoch,
         "limitedBy": decision.limited_by,
         "shares": percents(decision.shares) or None,
         "candidates": candidates or None,
+        "costPerHour": None if cost is None else money(cost),
         "message": decision.message,
     }
-    if decision.cost_per_hour is not None:
-        found["costPerHour"] = money(decision.cost_per_hour)
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in status.items() if value is not None}
 
 
 def past_status(decision: Decision) -> dict[str, Any]:
@@ -242,7 +232,6 @@ def percents(shares: Mapping[str, float]) -> dict[str, int]:
 
 
 def money(amount: float) -> str:
-    """Format a cost as a quantity with two decimals."""
     return f"{amount:.2f}"
 
 
@@ -263,8 +252,8 @@ def pool_status_of_kind(view: StatusInputs, role: Role) -> Manifest:
 
 def _model(view: StatusInputs, previous: Manifest) -> dict[str, Any]:
     """Return what workers found in the checkpoint; the last known facts while none answers."""
-    found: dict[str, Any] = dict(previous.get("model", {}))
-    weights = dict(found.get("weightsBytes", {}))
+    model: dict[str, Any] = dict(previous.get("model", {}))
+    weights = dict(model.get("weightsBytes", {}))
     for sample in sorted(view.observed.samples.values(), key=lambda item: item.pod_uid):
         facts = sample.model
         if facts is None:
@@ -276,10 +265,8 @@ def _model(view: StatusInputs, previous: Manifest) -> dict[str, Any]:
             "imageTokensPerMegapixel": facts.image_tokens_per_megapixel,
             "embeddingBytesPerToken": facts.embedding_bytes_per_token,
         }
-        found |= {name: value for name, value in measured.items() if value}
-    if weights:
-        found["weightsBytes"] = weights
-    return found
+        model |= {name: value for name, value in measured.items() if value}
+    return model | ({"weightsBytes": weights} if weights else {})
 
 
 def _slo(view: StatusInputs) -> list[dict[str, Any]]:
@@ -302,10 +289,8 @@ def _cost(view: StatusInputs) -> dict[str, str] | None:
     cost, budget = cost_per_hour(view), view.service.spec.budget
     if cost is None:
         return None
-    found = {"perHour": money(cost)}
-    if budget is not None and budget.currency is not None:
-        found["currency"] = budget.currency
-    return found
+    currency = {"currency": budget.currency} if budget and budget.currency is not None else {}
+    return {"perHour": money(cost), **currency}
 
 
 def _accelerators(view: StatusInputs) -> dict[str, int]:
@@ -315,8 +300,9 @@ def _accelerators(view: StatusInputs) -> dict[str, int]:
         devices = {}
         for variant in pool.variants:
             reference = variant.node_class_ref
-            known = classes.get(reference.name) if reference else None
-            devices[variant.name] = variant.accelerators(known.accelerator if known else None)
+            node_class = classes.get(reference.name) if reference else None
+            resource = node_class.accelerator if node_class else None
+            devices[variant.name] = variant.accelerators(resource)
         total += sum(devices.get(pod.variant, 0) for pod in view.observed.of(role) if pod.scheduled)
     limit = view.policy.budget.accelerators
     return {"inUse": total} if limit is None else {"inUse": total, "limit": limit}
@@ -324,18 +310,18 @@ def _accelerators(view: StatusInputs) -> dict[str, int]:
 
 def _summary(view: StatusInputs) -> dict[str, str]:
     """Return the values of the columns that `kubectl get` prints."""
-    found = {
+    columns = {
         role.value: f"{len(view.serving(role))}/{view.desired.get(role, 0)}"
         for role in view.service.spec.pools.present
     }
     slowest = max(view.slo, key=lambda item: item.p95_seconds, default=None)
     if slowest is not None:
-        found["ttftP95"] = f"{round_ms(slowest.p95_seconds)}ms"
-        found["dominantStage"] = slowest.dominant_stage or ""
+        columns["ttftP95"] = f"{round_ms(slowest.p95_seconds)}ms"
+        columns["dominantStage"] = slowest.dominant_stage or ""
     occupancy = kv_occupancy_percent(view.samples(Role.DECODE))
     if occupancy is not None:
-        found["kvOccupancyPercent"] = f"{occupancy}"
+        columns["kvOccupancyPercent"] = f"{occupancy}"
     cost = cost_per_hour(view)
     if cost is not None:
-        found["costPerHour"] = money(cost)
-    return {key: value for key, value in found.items() if value}
+        columns["costPerHour"] = money(cost)
+    return {key: value for key, value in columns.items() if value}

@@ -16,14 +16,8 @@ from typing import Any
 
 from vlm_operator.cluster import epoch_seconds
 from vlm_operator.names import Role
-from vlm_operator.state import (
-    ContainerState,
-    Manifest,
-    PodState,
-    Sample,
-    error_line,
-    one_line,
-)
+from vlm_operator.state import Manifest, PodState, Sample
+from vlm_operator.state.cluster_view import ContainerState, error_line, one_line
 
 Reference = tuple[str, str]  # kind and name of an object that a pod refers to
 
@@ -42,6 +36,7 @@ _IMAGE = (
 _REFUSED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _NOT_FOUND = re.compile(r'(?i)(persistentvolumeclaim|secret|configmap)s? "([^"]+)" not found')
 _NO_KEY = re.compile(r"couldn't find key (\S+) in (Secret|ConfigMap) (?:\S+/)?(\S+)")
+_QUOTA = re.compile(r"exceeded quota: (\S+?), requested: (.*?), used: .*?, limited: (.*)")
 _KINDS = {
     "persistentvolumeclaim": "PersistentVolumeClaim",
     "secret": "Secret",
@@ -60,6 +55,9 @@ _NAMING = {
     "persistentVolumeClaim": (_CLAIM, "claimName"),
 }
 _PROBED_SECONDS = 20.0  # no liveness probe ends a process sooner than this
+REFUSED_SECONDS = 60.0
+FIX_QUOTA = "raise the quota or lower replicas or resources"
+FIX_REFUSED = "change what refuses them or the pod template"
 FIX_MEMORY = "raise resources.limits.memory or lower kv.memory"
 READ_LOG = "read its log with kubectl logs --previous"
 ACCESS_DENIED = "the API server denies the list of pods"
@@ -84,7 +82,6 @@ class Problem:
 
     @property
     def message(self) -> str:
-        """Subject, cause, fix."""
         return sentence(f"{self.subject}: {self.cause}", self.fix)
 
     def needs_user(self, now: float) -> bool:
@@ -147,9 +144,9 @@ def pod_problem(
         return None
     facts = Facts(pod, sample, accelerators, fields or {})
     for row in POD_CAUSES:
-        found = row.find(facts)
-        if found is not None:
-            cause, fix = found
+        texts = row.find(facts)
+        if texts is not None:
+            cause, fix = texts
             subject = f"pod {pod.name}"
             return Problem(row.reason, subject, cause, fix, pod.waiting_since, row.delay)
     return None
@@ -157,13 +154,13 @@ def pod_problem(
 
 def references(spec: Mapping[str, Any]) -> dict[Reference, str]:
     """Return the field of a manifest's spec that names each Secret, ConfigMap or claim."""
-    found: dict[Reference, str] = {}
+    fields: dict[Reference, str] = {}
     for kind, name, path in _walk(spec, ""):
-        found.setdefault((kind, name), path)
+        fields.setdefault((kind, name), path)
     uri = str(spec.get("model", {}).get("uri", ""))
     if uri.startswith("pvc://"):
-        found[_CLAIM, uri.removeprefix("pvc://").partition("/")[0]] = "model.uri"
-    return found
+        fields[_CLAIM, uri.removeprefix("pvc://").partition("/")[0]] = "model.uri"
+    return fields
 
 
 def refused_pods(deployment: Manifest) -> Problem | None:
@@ -175,23 +172,17 @@ def refused_pods(deployment: Manifest) -> Problem | None:
     message = str(failure.get("message", ""))
     since = epoch_seconds(failure["lastTransitionTime"])
     subject = f"Deployment {deployment['metadata']['name']}"
-    quota = re.search(
-        r"exceeded quota: (\S+?), requested: (.*?), used: .*?, limited: (.*)", message
-    )
-    if quota is not None:
-        cause = f"ResourceQuota {quota[1]} allows {quota[3]}, one more pod requests {quota[2]}"
-        return Problem("QuotaExceeded", subject, cause, FIX_QUOTA, since, REFUSED_SECONDS)
     if "exceeded quota" in message:
-        cause = f"pods exceed a ResourceQuota: {one_line(message.partition('quota: ')[2])}"
+        quota = _QUOTA.search(message)
+        cause = (
+            f"ResourceQuota {quota[1]} allows {quota[3]}, one more pod requests {quota[2]}"
+            if quota
+            else f"pods exceed a ResourceQuota: {one_line(message.partition('quota: ')[2])}"
+        )
         return Problem("QuotaExceeded", subject, cause, FIX_QUOTA, since, REFUSED_SECONDS)
     # each attempt has a new pod name, which would change the message
     cause = "pods are refused: " + one_line(re.sub(r'^pods "[^"]*" is ', "", message))
     return Problem("PodsRefused", subject, cause, FIX_REFUSED, since, REFUSED_SECONDS)
-
-
-REFUSED_SECONDS = 60.0
-FIX_QUOTA = "raise the quota or lower replicas or resources"
-FIX_REFUSED = "change what refuses them or the pod template"
 
 
 def _missing_reference(facts: Facts) -> tuple[str, str] | None:
@@ -199,8 +190,8 @@ def _missing_reference(facts: Facts) -> tuple[str, str] | None:
         facts.pod.unscheduled,
         *(item.waiting_message for item in _waiting(facts.pod, _REFUSED)),
     ):
-        if found := _NOT_FOUND.search(text):
-            kind, name = _KINDS[found[1].lower()], found[2]
+        if match := _NOT_FOUND.search(text):
+            kind, name = _KINDS[match[1].lower()], match[2]
             return f'{kind} "{name}" not found', f"create it or change {_field(facts, kind, name)}"
         if key := _NO_KEY.search(text):
             field = _field(facts, key[2], key[3])
@@ -238,53 +229,52 @@ def _unmounted(facts: Facts) -> tuple[str, str] | None:
 def _unschedulable(facts: Facts) -> tuple[str, str] | None:
     if not facts.pod.unscheduled:
         return None
-    said = facts.pod.blocked.removeprefix("Pending: ") or facts.pod.unscheduled
+    cause = facts.pod.blocked.removeprefix("Pending: ") or facts.pod.unscheduled
     if facts.pod.role is Role.GATEWAY:
-        return said, "add nodes, or change gateway.placement, gateway.resources or gateway.replicas"
-    return said, "add nodes or a variant, or lower replicas"
+        return (
+            cause,
+            "add nodes, or change gateway.placement, gateway.resources or gateway.replicas",
+        )
+    return cause, "add nodes or a variant, or lower replicas"
 
 
 def _image(facts: Facts) -> tuple[str, str] | None:
-    for item in _waiting(facts.pod, _IMAGE):
-        said = f": {one_line(item.waiting_message)}" if item.waiting_message else ""
-        return f"{item.waiting}{said}", "correct spec.image or imagePullSecrets"
-    return None
+    return _waits(facts.pod, _IMAGE, "correct spec.image or imagePullSecrets")
 
 
 def _container_refused(facts: Facts) -> tuple[str, str] | None:
-    for item in _waiting(facts.pod, _REFUSED):
-        said = f": {one_line(item.waiting_message)}" if item.waiting_message else ""
-        return f"{item.waiting}{said}", "correct the pool's pod or engine fields"
+    return _waits(facts.pod, _REFUSED, "correct the pool's pod or engine fields")
+
+
+def _waits(pod: PodState, reasons: tuple[str, ...], fix: str) -> tuple[str, str] | None:
+    for item in _waiting(pod, reasons):
+        return f"{item.waiting}{_after_colon(one_line(item.waiting_message))}", fix
     return None
 
 
-def _crash(facts: Facts) -> tuple[str, str] | None:
+def _after_colon(text: str) -> str:
+    return f": {text}" if text else ""
+
+
+def _crash(facts: Facts, *, least_restarts: int = CRASHES) -> tuple[str, str] | None:
     for item in facts.pod.containers:
-        looping = item.waiting == "CrashLoopBackOff" or not item.ready
-        if item.restarts >= CRASHES and looping and _ended_soon(item):
-            return _ending(item, facts.pod.role)
+        short = item.lived_seconds is None or item.lived_seconds < LIVED_SECONDS
+        looping = item.waiting == "CrashLoopBackOff" or (least_restarts and not item.ready)
+        if item.restarts >= least_restarts and looping and short and item.exit_code is not None:
+            return _termination(item, facts.pod.role)
     return None
 
 
 def _first_crashes(facts: Facts) -> tuple[str, str] | None:
-    for item in facts.pod.containers:
-        if item.waiting == "CrashLoopBackOff" and _ended_soon(item):
-            return _ending(item, facts.pod.role)
-    return None
+    return _crash(facts, least_restarts=0)
 
 
-def _ended_soon(item: ContainerState) -> bool:
-    short = item.lived_seconds is None or item.lived_seconds < LIVED_SECONDS
-    return short and item.exit_code is not None
-
-
-def _ending(item: ContainerState, role: Role) -> tuple[str, str]:
-    """Return how a container ended, and the fix."""
+def _termination(item: ContainerState, role: Role) -> tuple[str, str]:
     line = error_line(item.exit_message)
-    said = f": {line}" if line else ""
+    suffix = _after_colon(line)
     if item.exit_reason == "OOMKilled":
-        return f"crashes, OOMKilled{said}", FIX_MEMORY
-    cause = f"ends again and again with exit code {item.exit_code}{said}"
+        return f"crashes, OOMKilled{suffix}", FIX_MEMORY
+    cause = f"ends again and again with exit code {item.exit_code}{suffix}"
     lived = item.lived_seconds
     if item.exit_code == 0 and lived is not None and lived < _PROBED_SECONDS:
         field = "" if role is Role.GATEWAY else f"pools.{role}.engine.extraArgs or "
@@ -294,7 +284,7 @@ def _ending(item: ContainerState, role: Role) -> tuple[str, str]:
     fix = "correct what the error names" if line else READ_LOG
     if "Cannot allocate memory" in line:
         fix = FIX_MEMORY
-    return f"crashes with exit code {item.exit_code}{said}", fix
+    return f"crashes with exit code {item.exit_code}{suffix}", fix
 
 
 def _model_failed(facts: Facts) -> tuple[str, str] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 
 from vlm_operator.api import VLMService, quantity
 from vlm_operator.state import Manifest, Observed
@@ -22,13 +21,7 @@ _STEP_SECONDS = 5  # rounding, so that small changes cause no write
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One pod's start, from its creation until it accepts requests.
-
-    Attributes:
-        uid: uid of the pod.
-        ready: when the pod began to accept requests, in seconds since the epoch.
-        seconds: duration of the start.
-    """
+    """One pod's start, from its creation until it accepts requests at `ready` (epoch seconds)."""
 
     uid: str
     ready: float
@@ -37,35 +30,27 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class ClassUse:
-    """Use of one class by one service.
-
-    Attributes:
-        replicas: number of scheduled pods.
-        starts: starts of pods that accept requests.
-    """
-
-    replicas: int = 0
-    starts: tuple[Start, ...] = ()
+    replicas: int = 0  # scheduled pods
+    starts: tuple[Start, ...] = ()  # of pods that accept requests
 
 
 def class_uses(service: VLMService, observed: Observed) -> dict[str, ClassUse]:
-    """Return a service's use of node classes, by the class's name."""
-    found: dict[str, ClassUse] = {}
+    uses: dict[str, ClassUse] = {}
     for role, pool in service.spec.pools.present.items():
         for variant in pool.variants:
             if variant.node_class_ref is None:
                 continue
             pods = [pod for pod in observed.of(role) if pod.variant == variant.name]
-            before = found.get(variant.node_class_ref.name, ClassUse())
+            before = uses.get(variant.node_class_ref.name, ClassUse())
             starts = (
                 Start(pod.uid, pod.accepting_since, pod.accepting_since - pod.created)
                 for pod in pods
                 if pod.accepting_since is not None
             )
-            found[variant.node_class_ref.name] = ClassUse(
+            uses[variant.node_class_ref.name] = ClassUse(
                 before.replicas + sum(pod.scheduled for pod in pods), (*before.starts, *starts)
             )
-    return found
+    return uses
 
 
 def class_status(
@@ -82,13 +67,8 @@ def class_status(
     Each operator writes its own entry of `usage`. The other fields follow from the nodes and from
     all entries, so two operators write the same values.
 
-    Args:
-        manifest: the VLMNodeClass; its measured start time stays until a newer one is known.
-        nodes: all nodes of the cluster.
-        operator: namespace and name of this operator's Lease.
-        in_use: number of pods of this operator's services on the class's nodes.
-        starts: latest pod starts of this operator's services.
-        now: seconds since the epoch.
+    The class's measured start time stays until a newer one is known. `in_use` pods of this
+    operator's services are on the class's nodes; `starts` are their latest.
     """
     spec, previous = manifest.get("spec", {}), manifest.get("status", {})
     selector = spec.get("nodeSelector", {})
@@ -99,7 +79,7 @@ def class_status(
         entry["startupP90Seconds"] = measured
     others = [item for item in previous.get("usage", []) if item["operator"] != operator]
     entries = [entry, *others]
-    found: Manifest = {
+    status: Manifest = {
         "nodes": len(matching),
         "inUse": sum(item.get("replicas", 0) for item in entries),
         "conditions": with_times([_nodes_found(len(matching), selector)], previous, now=now),
@@ -107,14 +87,14 @@ def class_status(
     accelerator = spec.get("accelerator")
     if accelerator is not None:
         name, count = accelerator["resourceName"], int(accelerator.get("count", 1))
-        found["allocatable"] = sum(_devices(node, name) // count for node in matching)
+        status["allocatable"] = sum(_devices(node, name) // count for node in matching)
     if in_use or measured is not None:
-        found["usage"] = [entry]
+        status["usage"] = [entry]
     longest = max((item.get("startupP90Seconds", 0) for item in entries), default=0)
     longest = longest or previous.get("measuredStartupP90Seconds", 0)
     if longest:
-        found["measuredStartupP90Seconds"] = longest
-    return found
+        status["measuredStartupP90Seconds"] = longest
+    return status
 
 
 def is_current(status: Manifest, wanted: Manifest, *, operator: str) -> bool:
@@ -125,10 +105,10 @@ def is_current(status: Manifest, wanted: Manifest, *, operator: str) -> bool:
 
 def latest(starts: Iterable[Start]) -> tuple[Start, ...]:
     """Return the latest `STARTS_KEPT` starts; of several for one pod, the first counts."""
-    known: dict[str, Start] = {}
+    first: dict[str, Start] = {}
     for start in starts:
-        known.setdefault(start.uid, start)
-    return tuple(sorted(known.values(), key=lambda item: (item.ready, item.uid))[-STARTS_KEPT:])
+        first.setdefault(start.uid, start)
+    return tuple(sorted(first.values(), key=lambda item: (item.ready, item.uid))[-STARTS_KEPT:])
 
 
 def _matches(node: Manifest, selector: Mapping[str, str]) -> bool:
@@ -145,8 +125,7 @@ def _devices(node: Manifest, resource: str) -> int:
     )
     if not ready or node.get("spec", {}).get("unschedulable", False):
         return 0
-    amount: Decimal = quantity.parse(str(status.get("allocatable", {}).get(resource, "0")))
-    return int(amount)
+    return int(quantity.parse(str(status.get("allocatable", {}).get(resource, "0"))))
 
 
 def _p90(seconds: list[float]) -> int | None:
@@ -158,7 +137,6 @@ def _p90(seconds: list[float]) -> int | None:
 
 
 def _nodes_found(count: int, selector: Mapping[str, str]) -> ConditionState:
-    """Return the condition NodesFound: whether any node matches the selector."""
     labels = ", ".join(f"{key}={value}" for key, value in sorted(selector.items())) or "any label"
     if count:
         return ConditionState("NodesFound", True, "Found", f"{count} nodes have {labels}")

@@ -12,12 +12,12 @@ Ready          every role serves its floor, independent of the other two
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
-from vlm_operator.api.status import ConditionType
 from vlm_operator.autoscale.explain import beyond, remedy
 from vlm_operator.autoscale.outcome import Attribution, Bound, Reason
 from vlm_operator.cluster import timestamp
@@ -71,37 +71,30 @@ def with_times(
 ) -> list[dict[str, Any]]:
     """Return conditions with `lastTransitionTime`, the time at which their status last changed.
 
-    Messages are cut at 1024 characters.
-
-    Args:
-        states: conditions without their times.
-        previous: the present status.
-        generation: generation of the manifest that the conditions are about, if they say it.
-        now: seconds since the epoch.
+    Messages are cut at 1024 characters. `generation` is the one that the conditions are about, if
+    they say it.
     """
-    known = {item["type"]: item for item in previous.get("conditions", [])}
-    found = []
+    before = {item["type"]: item for item in previous.get("conditions", [])}
+    conditions = []
     for state in states:
         status = {True: "True", False: "False", None: "Unknown"}[state.status]
-        before = known.get(state.type)
-        same = before is not None and before["status"] == status
+        old = before.get(state.type, {})
         condition = {
             "type": state.type,
             "status": status,
             "reason": state.reason,
             "message": state.message[:1024],
-            "lastTransitionTime": before["lastTransitionTime"]
-            if before and same
+            "lastTransitionTime": old["lastTransitionTime"]
+            if old.get("status") == status
             else timestamp(now),
         }
         if generation is not None:
             condition["observedGeneration"] = generation
-        found.append(condition)
-    return found
+        conditions.append(condition)
+    return conditions
 
 
 def accepted(view: StatusInputs) -> ConditionState:
-    """Return the condition Accepted: whether the operator can act on the manifest."""
     failure = view.failure
     if failure is not None and not failure.accepted:
         return ConditionState("Accepted", False, failure.reason, failure.message)
@@ -110,54 +103,49 @@ def accepted(view: StatusInputs) -> ConditionState:
 
 def ready(view: StatusInputs) -> ConditionState:
     """Return Ready: True if every role serves, else False with the first blocking cause."""
+    state = functools.partial(ConditionState, "Ready")
     failure = view.failure
     if failure is not None and failure.reason == ConditionReason.DELETING_NAMESPACE:
-        return ConditionState("Ready", False, failure.reason, failure.message)
+        return state(False, failure.reason, failure.message)
     if view.service.spec.stopped:
         if any(not pod.finished for pod in view.observed.pods):
-            return ConditionState("Ready", False, "Stopping", "spec.stopped is set: pods finish")
+            return state(False, "Stopping", "spec.stopped is set: pods finish")
         message = "spec.stopped is set: no pod runs and no request is served"
-        return ConditionState("Ready", True, "Stopped", message)
+        return state(True, "Stopped", message)
     for role in roles(view):
-        found = role_ready(view, role)
-        if not found.status:
+        state_of_role = role_ready(view, role)
+        if not state_of_role.status:
             if failure is not None and not view.observed.of(role):
-                return ConditionState("Ready", False, failure.reason, failure.message)
-            return ConditionState("Ready", False, found.reason, found.message)
+                return state(False, failure.reason, failure.message)
+            return state(False, state_of_role.reason, state_of_role.message)
     model = view.service.spec.model.served_name
-    return ConditionState("Ready", True, "Serving", f"{model} is served at {view.url}")
+    return state(True, "Serving", f"{model} is served at {view.url}")
 
 
 def rollout(view: StatusInputs) -> ConditionState:
     """Return RolloutProgressing: whether pods of the wanted revisions are still being created."""
     step, failure = view.step, view.failure
-    kind: ConditionType = "RolloutProgressing"
+    state = functools.partial(ConditionState, "RolloutProgressing")
     if failure is not None and not failure.accepted:
-        return ConditionState(kind, False, failure.reason, "the refused manifest is not rolled out")
+        return state(False, failure.reason, "the refused manifest is not rolled out")
     if step.back:
         reason = ConditionReason.ROLLED_BACK if step.done else ConditionReason.ROLLING_BACK
-        return ConditionState(kind, not step.done, reason, failed(view))
+        return state(not step.done, reason, failed(view))
     if view.service.spec.stopped:
-        return ConditionState(kind, False, "Stopped", "spec.stopped is set")
+        return state(False, "Stopped", "spec.stopped is set")
     if step.failure and not step.done:
-        return ConditionState(kind, False, ConditionReason.DEADLINE_EXCEEDED, failed(view))
+        return state(False, ConditionReason.DEADLINE_EXCEEDED, failed(view))
     if step.done and (view.settled or reached(view)):
-        return ConditionState(
-            kind, False, "Complete", "every role serves pods of the newest revision"
-        )
+        return state(False, "Complete", "every role serves pods of the newest revision")
     if late(view):
-        return ConditionState(kind, False, ConditionReason.DEADLINE_EXCEEDED, _overdue(view))
+        return state(False, ConditionReason.DEADLINE_EXCEEDED, _overdue(view))
     if step.done:
-        return ConditionState(kind, True, ConditionReason.STARTING, ready(view).message)
+        return state(True, ConditionReason.STARTING, ready(view).message)
     if spare := _spare(view):
-        return ConditionState(
-            kind, True, ConditionReason.NO_SPARE, f"{step.waiting}: {spare.message}"
-        )
+        return state(True, ConditionReason.NO_SPARE, f"{step.waiting}: {spare.message}")
     if step.over_budget:
-        return ConditionState(
-            kind, True, ConditionReason.NO_SPARE, sentence(step.waiting, "raise spec.budget")
-        )
-    return ConditionState(kind, True, "Progressing", step.waiting)
+        return state(True, ConditionReason.NO_SPARE, sentence(step.waiting, "raise spec.budget"))
+    return state(True, "Progressing", step.waiting)
 
 
 def failed(view: StatusInputs) -> str:
@@ -165,8 +153,8 @@ def failed(view: StatusInputs) -> str:
     step = view.step
     if not step.back:
         stays = "the rollout stays where it is until the pod is ready or spec changes"
-        known = (item for role in roles(view) for item in problems(view, role))
-        fix = next((item.fix for item in known if f"{item.subject} " in step.failure), "")
+        all_problems = (item for role in roles(view) for item in problems(view, role))
+        fix = next((item.fix for item in all_problems if f"{item.subject} " in step.failure), "")
         return sentence(f"{step.failure}; {stays}", fix or where_to_look(view))
     after = "serves again" if step.done else f"is being restored: {step.waiting}"
     return f"{step.failure}; the revision before {after}. It is not tried again until spec changes"
@@ -174,48 +162,45 @@ def failed(view: StatusInputs) -> str:
 
 def reconciling(view: StatusInputs) -> ConditionState:
     """Return Reconciling: the generation is not reached, and no user needs to act."""
+    state = functools.partial(ConditionState, "Reconciling")
     if stalled(view).status:
         return SEE_STALLED
     if view.service.spec.paused:
-        return ConditionState("Reconciling", False, "Paused", "spec.paused is set")
+        return state(False, "Paused", "spec.paused is set")
     failure = view.failure
     if failure is not None:
-        return ConditionState("Reconciling", True, failure.reason, failure.message)
+        return state(True, failure.reason, failure.message)
     if view.service.spec.stopped and not ready(view).status:
-        return ConditionState("Reconciling", True, "Stopping", ready(view).message)
+        return state(True, "Stopping", ready(view).message)
     if not view.service.spec.stopped and not (view.step.done and (view.settled or reached(view))):
-        return ConditionState(
-            "Reconciling", True, "Progressing", view.step.waiting or ready(view).message
-        )
-    return ConditionState("Reconciling", False, "Settled", "this generation is reached")
+        return state(True, "Progressing", view.step.waiting or ready(view).message)
+    return state(False, "Settled", "this generation is reached")
 
 
 def stalled(view: StatusInputs) -> ConditionState:
     """Return Stalled: there is no progress until a user acts."""
+    state = functools.partial(ConditionState, "Stalled")
     failure = view.failure
     if failure is not None and failure.needs_user_action:
-        return ConditionState("Stalled", True, failure.reason, failure.message)
+        return state(True, failure.reason, failure.message)
     if view.step.failure and (view.step.done if view.step.back else not view.step.done):
-        return ConditionState("Stalled", True, "RolloutFailed", failed(view))
+        return state(True, "RolloutFailed", failed(view))
     if view.service.spec.paused:
         if view.pending:
             message = sentence("spec.paused is set and the plan differs", "unset spec.paused")
-            return ConditionState("Stalled", True, "Paused", message)
+            return state(True, "Paused", message)
         return NOT_STALLED
     lasting = lasting_problem(view)
     if lasting is not None:
-        return ConditionState("Stalled", True, lasting.reason, lasting.message)
+        return state(True, lasting.reason, lasting.message)
     if late(view):
-        return ConditionState(
-            "Stalled",
+        return state(
             True,
             ready(view).reason if not all_serve(view) else ConditionReason.DEADLINE_EXCEEDED,
             _overdue(view),
         )
     if view.newly_contested:
-        return ConditionState(
-            "Stalled", True, ConditionReason.CHILD_CONTESTED, view.newly_contested[0]
-        )
+        return state(True, ConditionReason.CHILD_CONTESTED, view.newly_contested[0])
     return NOT_STALLED
 
 
@@ -262,18 +247,19 @@ def _spare(view: StatusInputs) -> Problem | None:
 
 def scaling(view: StatusInputs) -> ConditionState:
     """Return ScalingActive: who decides the pools' sizes, and what prevents or limits scaling."""
+    state = functools.partial(ConditionState, "ScalingActive")
     spec = view.service.spec
     modes = {role: pool.scaling.mode for role, pool in spec.pools.present.items()}
     if spec.stopped:
-        return ConditionState("ScalingActive", False, "Stopped", "spec.stopped is set")
+        return state(False, "Stopped", "spec.stopped is set")
     if spec.paused:
-        return ConditionState("ScalingActive", False, "Paused", "spec.paused is set")
+        return state(False, "Paused", "spec.paused is set")
     for role, decision in view.decisions.items():
         if decision.conflict:
             message = f"{role}: {decision.message}"
-            return ConditionState("ScalingActive", False, Reason.SCALING_CONFLICT, message)
+            return state(False, Reason.SCALING_CONFLICT, message)
     for message in view.put_back.values():
-        return ConditionState("ScalingActive", False, Reason.SCALING_CONFLICT, message)
+        return state(False, Reason.SCALING_CONFLICT, message)
     policy = view.policy.apply
     if policy is not AutoscalingPolicy.ACTIVE and ScalingMode.AUTO in modes.values():
         message = {
@@ -281,13 +267,13 @@ def scaling(view: StatusInputs) -> ConditionState:
             AutoscalingPolicy.ADVISORY: "autoscaling.policy is Advisory: "
             "status.pools.*.recommendation says what would be done",
         }[policy]
-        return ConditionState("ScalingActive", False, policy.value, message)
-    limited = next((said for role in modes if (said := _limit(view, role))), "")
+        return state(False, policy.value, message)
+    limited = next((limit for role in modes if (limit := _limit(view, role))), "")
     if limited:
-        return ConditionState("ScalingActive", True, ConditionReason.LIMITED, limited)
+        return state(True, ConditionReason.LIMITED, limited)
     listed = ", ".join(f"{role} {mode.value}" for role, mode in modes.items())
     automatic = any(mode is not ScalingMode.MANUAL for mode in modes.values())
-    return ConditionState("ScalingActive", True, "Scaling" if automatic else "Manual", listed)
+    return state(True, "Scaling" if automatic else "Manual", listed)
 
 
 def _limit(view: StatusInputs, role: Role) -> str:
@@ -308,45 +294,41 @@ def metrics(view: StatusInputs) -> ConditionState:
 
     A pod is silent only after `stale_ticks` ticks without an answer.
     """
+    state = functools.partial(ConditionState, "MetricsAvailable")
     asked = [pod for role in roles(view) for pod in view.serving(role)]
-    answers, unschedulable_timeout = (
-        view.outcome.memory.estimate.answers,
-        view.policy.constants.stale_ticks * view.policy.interval_seconds,
-    )
-    heard = {
-        uid for uid, last in answers.items() if view.observed.now - last.at <= unschedulable_timeout
-    }
+    answers = view.outcome.memory.estimate.answers
+    silence = view.policy.constants.stale_ticks * view.policy.interval_seconds
+    heard = {uid for uid, last in answers.items() if view.observed.now - last.at <= silence}
     if not asked:
-        return ConditionState("MetricsAvailable", None, "NoPods", "no pod is ready yet")
+        return state(None, "NoPods", "no pod is ready yet")
     absurd = set(view.outcome.estimate.absurd)
-    known = heard | view.observed.samples.keys() - absurd
-    strange = [pod.name for pod in asked if pod.uid in absurd - heard]
-    if strange:
+    answered = heard | view.observed.samples.keys() - absurd
+    invalid = [pod.name for pod in asked if pod.uid in absurd - heard]
+    if invalid:
         message = (
-            f"{len(strange)} of {len(asked)} pods answer to /stats with impossible numbers, "
-            f"first {strange[0]}: they count as silent; delete the pod and report it"
+            f"{len(invalid)} of {len(asked)} pods answer to /stats with impossible numbers, "
+            f"first {invalid[0]}: they count as silent; delete the pod and report it"
         )
-        return ConditionState("MetricsAvailable", False, "ReportsInvalid", message)
-    silent = [pod.name for pod in asked if pod.uid not in known]
+        return state(False, "ReportsInvalid", message)
+    silent = [pod.name for pod in asked if pod.uid not in answered]
     if silent:
         message = f"{len(silent)} of {len(asked)} pods do not answer to /stats, first {silent[0]}"
-        return ConditionState("MetricsAvailable", False, "PodsSilent", message)
+        return state(False, "PodsSilent", message)
     held = [role for role, item in view.decisions.items() if item.held and view.serving(role)]
-    if held and view.outcome.estimate.missing_seconds > unschedulable_timeout:
+    if held and view.outcome.estimate.missing_seconds > silence:
         message = f"{held[0]}: its pods do not say enough to decide on, so nothing changes"
-        return ConditionState("MetricsAvailable", False, "TooLittleKnown", message)
-    return ConditionState(
-        "MetricsAvailable", True, "AllAnswer", f"{len(asked)} pods answer to /stats"
-    )
+        return state(False, "TooLittleKnown", message)
+    return state(True, "AllAnswer", f"{len(asked)} pods answer to /stats")
 
 
 def capacity(view: StatusInputs) -> ConditionState:
     """Return CapacitySufficient: whether every pod has a node."""
+    state = functools.partial(ConditionState, "CapacitySufficient")
     for role in roles(view):
         for problem in view.problems.get(role, ()):
             if problem.reason in ("Unschedulable", "QuotaExceeded"):
                 message = f"{role}: {problem.message}"
-                return ConditionState("CapacitySufficient", False, problem.reason, message)
+                return state(False, problem.reason, message)
     for role, pace in view.outcome.memory.pace.pools.items():
         for name, item in sorted(pace.exhausted.items()):
             if view.observed.now < item.until:
@@ -354,30 +336,29 @@ def capacity(view: StatusInputs) -> ConditionState:
                 message = (
                     f"{role}: variant {name} {item.what}, not tried again before {again:%H:%M} UTC"
                 )
-                return ConditionState("CapacitySufficient", False, "Exhausted", message)
+                return state(False, "Exhausted", message)
     pods = [pod for role in roles(view) for pod in view.observed.of(role)]
     if not pods:
-        return ConditionState("CapacitySufficient", None, "NoPods", "no pod exists")
+        return state(None, "NoPods", "no pod exists")
     waiting = next((pod for pod in pods if pod.pending), None)
     if waiting is not None:
         message = f"{waiting.role}: pod {waiting.name} waits for a node"
-        return ConditionState("CapacitySufficient", None, "Pending", message)
-    return ConditionState("CapacitySufficient", True, "AllScheduled", "every pod has a node")
+        return state(None, "Pending", message)
+    return state(True, "AllScheduled", "every pod has a node")
 
 
 def attainable(view: StatusInputs) -> ConditionState | None:
     """Return SLOAttainable: whether TTFT is within its goal; None if there is no goal."""
+    state = functools.partial(ConditionState, "SLOAttainable")
     if not view.policy.ttft_seconds:
         return None
     aimed = [item for item in view.slo if item.target_seconds is not None]
     for item in aimed:
         if not item.attainable:
             message = f"{item.modality}: {beyond(item)}"
-            return ConditionState("SLOAttainable", False, Reason.UNATTAINABLE, message)
+            return state(False, Reason.UNATTAINABLE, message)
     if not aimed:
-        return ConditionState(
-            "SLOAttainable", None, "NoRequests", "no request ended within the window"
-        )
+        return state(None, "NoRequests", "no request ended within the window")
     for item in aimed:
         if item.overrun_seconds > 0:
             stage = item.dominant_stage or "unknown"
@@ -385,9 +366,9 @@ def attainable(view: StatusInputs) -> ConditionState | None:
                 f"{item.modality}: TTFT p95 exceeds the goal of {_target(item)} ms, most of it "
                 f"goes to {stage}; {remedy(stage)} would help"
             )
-            return ConditionState("SLOAttainable", None, "GoalMissed", message)
+            return state(None, "GoalMissed", message)
     goals = ", ".join(f"{item.modality} {_target(item)} ms" for item in aimed)
-    return ConditionState("SLOAttainable", True, "GoalMet", f"TTFT p95 is within its goal: {goals}")
+    return state(True, "GoalMet", f"TTFT p95 is within its goal: {goals}")
 
 
 def _target(item: Attribution) -> int:

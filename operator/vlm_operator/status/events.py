@@ -41,19 +41,15 @@ class Event:
 
     @property
     def warning(self) -> bool:
-        """Whether it is of type Warning."""
         return self.reason in _WARNINGS
 
 
 def events(
     before: Manifest, after: Manifest, decisions: Iterable[tuple[Role, Decision]] = ()
 ) -> tuple[Event, ...]:
-    """Return the Events of the step from one status to the next.
+    """Return the Events of the step from one status to the next; the status of a new service is {}.
 
-    Args:
-        before: the previous status; empty for a new service.
-        after: the status of this turn.
-        decisions: decisions of this turn. Those that revert another writer's change become Events.
+    Decisions of this turn that revert another writer's change become Events.
     """
     return (*_conditions(before, after), *_pools(before, after), *_put_back(decisions))
 
@@ -125,16 +121,16 @@ def _put_back(decisions: Iterable[tuple[Role, Decision]]) -> Iterator[Event]:
             yield Event("ScalePutBack", f"{role}: {decision.message}")
 
 
-def foreign_event(service: str, found: Iterable[tuple[str, str]]) -> Event:
+def foreign_event(service: str, objects: Iterable[tuple[str, str]]) -> Event:
     """Return the Event about objects with the service's label that it does not control.
 
-    `found` contains pairs of kind and name.
+    `objects` contains pairs of kind and name.
     """
-    known = sorted(f"{kind} {name}" for kind, name in found)
-    rest = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+    labels = sorted(f"{kind} {name}" for kind, name in objects)
+    rest = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
     return Event(
         "ForeignObject",
-        f"{', '.join(known[:_NAMED])}{rest}: labelled {names.LABEL_SERVICE}={service} and not "
+        f"{', '.join(labels[:_NAMED])}{rest}: labelled {names.LABEL_SERVICE}={service} and not "
         "controlled by this service, so not counted; remove the label or the object",
     )
 

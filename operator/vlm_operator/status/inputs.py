@@ -74,12 +74,8 @@ class StatusInputs:
     Attributes:
         written: the service as the user wrote it.
         service: the service with every default filled in.
-        policy: the autoscaling policy from the manifest and its node classes.
-        outcome: decisions of the autoscaler, its estimate and its memory.
         desired: final number of replicas of each pool.
-        step: the next step of the rollout.
         slo: TTFT and its stages at the last ended request; empty if none ended within the window.
-        failure: the failure of this turn, None if there is none.
         url: address of the API inside the cluster.
         epoch: the Lease's leaseTransitions; part of decision records.
         stalled_since: when the service last made progress, in seconds since the epoch. The
@@ -112,7 +108,6 @@ class StatusInputs:
 
     @property
     def decisions(self) -> Mapping[Role, Decision]:
-        """The autoscaler's decisions, by pool."""
         return self.outcome.decisions
 
     def history(self, role: Role) -> tuple[Decision, ...]:
@@ -121,13 +116,11 @@ class StatusInputs:
         return () if pace is None else pace.decisions
 
     def serving(self, role: Role) -> tuple[PodState, ...]:
-        """Return the pods of a role that accept requests."""
         return tuple(pod for pod in self.observed.of(role) if pod.ready and not pod.draining)
 
     def samples(self, role: Role) -> list[Sample]:
-        """Return the answers to /stats of a role's pods."""
-        known = self.observed.samples
-        return [known[pod.uid] for pod in self.observed.of(role) if pod.uid in known]
+        samples = self.observed.samples
+        return [samples[pod.uid] for pod in self.observed.of(role) if pod.uid in samples]
 
     def aimed(self, role: Role) -> tuple[PodState, ...]:
         """Return the pods of the revisions that the rollout goes to."""
@@ -142,7 +135,6 @@ class StatusInputs:
         return (variant, revision) in self._newest(role)
 
     def updated(self, role: Role) -> tuple[PodState, ...]:
-        """Return the pods of a role's newest revisions."""
         newest = self._newest(role)
         return tuple(pod for pod in self.observed.of(role) if (pod.variant, pod.revision) in newest)
 

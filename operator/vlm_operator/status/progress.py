@@ -18,7 +18,7 @@ from vlm_operator.state import Manifest
 from vlm_operator.status.inputs import StatusInputs
 
 START_SECONDS = 1800.0  # start limit until a start was measured
-LEAST_START_SECONDS = 600.0
+MIN_START_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Progress:
         key: generation and revision that the state is about.
         at: time of the last progress, in seconds since the epoch.
         settled: whether the service has reached this generation once.
-        marks: maximum of each count in `_marks`.
+        maxima: maximum of each of `_counts`.
     """
 
     key: tuple[int, str]
     at: float
     settled: bool = False
-    marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    maxima: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def restored(status: Manifest, *, now: float) -> Progress:
-    """Restore the state from the status that an earlier process wrote; `marks` is empty."""
-    known = {item["type"]: item for item in status.get("conditions", [])}
+    """Restore the state from the status that an earlier process wrote; `maxima` is empty."""
+    conditions = {item["type"]: item for item in status.get("conditions", [])}
     generation = int(status.get("observedGeneration", 0))
     quiet = all(
-        known.get(kind, {}).get("status") == "False"
-        and known[kind].get("observedGeneration") == generation
+        conditions.get(kind, {}).get("status") == "False"
+        and conditions[kind].get("observedGeneration") == generation
         for kind in ("Reconciling", "Stalled")
     )
     last = status.get("lastProgressTime")
@@ -57,41 +57,38 @@ def update_progress(
 ) -> Progress:
     """Compare this turn with earlier ones.
 
-    Args:
-        before: state after the last turn, or from `restored`.
-        view: inputs of this turn.
-        revision: revision of the whole service that the manifest asks for.
-        serving: whether every role has its floor in pods of the rollout's revisions.
+    `revision` is the one of the whole service that the manifest asks for. `serving` is whether
+    every role has its floor in pods of the rollout's revisions.
     """
     now, key = view.observed.now, (view.written.generation, revision)
+    counts = _counts(view)
     done = view.step.done and not view.step.back and view.failure is None and serving
     if before.key != key:
-        return Progress(key, now, settled=done, marks=_marks(view))
-    found = _marks(view)
+        return Progress(key, now, settled=done, maxima=counts)
     if done:
-        return Progress(key, now, settled=True, marks=found)
-    if not before.marks:  # restored from the status of another process
-        return dataclasses.replace(before, marks=found)
-    gained = any(count > before.marks.get(name, 0) for name, count in found.items())
-    most = {name: max(count, before.marks.get(name, count)) for name, count in found.items()}
-    return Progress(key, now if gained else before.at, before.settled, {**before.marks, **most})
+        return Progress(key, now, settled=True, maxima=counts)
+    if not before.maxima:  # restored from the status of another process
+        return dataclasses.replace(before, maxima=counts)
+    gained = any(count > before.maxima.get(name, 0) for name, count in counts.items())
+    maxima = {name: max(count, before.maxima.get(name, count)) for name, count in counts.items()}
+    return Progress(key, now if gained else before.at, before.settled, {**before.maxima, **maxima})
 
 
 def deadline_seconds(view: StatusInputs) -> float:
     """Return the seconds without progress after which a user must act.
 
     While a model loads, its start limit applies if it is longer. The limit is twice the measured
-    start time, but at least `LEAST_START_SECONDS`; without a measured start, `START_SECONDS`. A
-    deadline below `LEAST_START_SECONDS` is never extended.
+    start time, but at least `MIN_START_SECONDS`; without a measured start, `START_SECONDS`. A
+    deadline below `MIN_START_SECONDS` is never extended.
     """
     deadline = float(view.service.spec.rollout.progress_deadline_seconds)
     loading = [
         pod
-        for role, pool in view.service.spec.pools.present.items()
+        for role in view.service.spec.pools.present
         for pod in view.aimed(role)
-        if pool is not None and pod.starting and any(item.started for item in pod.containers)
+        if pod.starting and any(item.started for item in pod.containers)
     ]
-    if deadline < LEAST_START_SECONDS or not loading:
+    if deadline < MIN_START_SECONDS or not loading:
         return deadline
     measured = {
         (role, variant.name): variant.startup_seconds
@@ -99,19 +96,16 @@ def deadline_seconds(view: StatusInputs) -> float:
         for variant in pool.variants
     }
     limits = [measured.get((pod.role, pod.variant)) for pod in loading]
-    return max(
-        deadline,
-        *(
-            START_SECONDS if limit is None else max(LEAST_START_SECONDS, 2 * limit)
-            for limit in limits
-        ),
+    starts = (
+        START_SECONDS if item is None else max(MIN_START_SECONDS, 2 * item) for item in limits
     )
+    return max(deadline, *starts)
 
 
 def percent(message: str) -> int | None:
     """Return the percentage in a loading worker's message, in steps of 10; None if it has none."""
-    found = re.search(r"(\d{1,3})(?:\.\d+)? ?%", message)
-    return None if found is None else min(100, int(found[1])) // 10 * 10
+    match = re.search(r"(\d{1,3})(?:\.\d+)? ?%", message)
+    return None if match is None else min(100, int(match[1])) // 10 * 10
 
 
 def steady(message: str) -> str:
@@ -119,15 +113,12 @@ def steady(message: str) -> str:
     return re.sub(r"(\d{1,3})(?:\.\d+)? ?%", lambda _: f"{percent(message)} %", message)
 
 
-def _marks(view: StatusInputs) -> dict[str, int]:
-    found = {"old": 0}
-    roles = {pod.role for pod in view.observed.pods}
-    for role in roles:
+def _counts(view: StatusInputs) -> dict[str, int]:
+    counts = {"old": 0}
+    for role in {pod.role for pod in view.observed.pods}:
         pods = view.aimed(role)
-        samples = [
-            view.observed.samples[pod.uid] for pod in pods if pod.uid in view.observed.samples
-        ]
-        found |= {
+        samples = [item for pod in pods if (item := view.observed.samples.get(pod.uid))]
+        counts |= {
             f"{role} scheduled": sum(pod.scheduled for pod in pods),
             f"{role} pulled": sum(any(item.started for item in pod.containers) for pod in pods),
             f"{role} loaded": sum(sample.phase == "ready" for sample in samples),
@@ -135,5 +126,5 @@ def _marks(view: StatusInputs) -> dict[str, int]:
             f"{role} containers": sum(pod.containers_ready for pod in pods),
             f"{role} ready": sum(pod.ready and not pod.draining for pod in pods),
         }
-        found["old"] += len(pods) - len(view.observed.of(role))
-    return found
+        counts["old"] += len(pods) - len(view.observed.of(role))
+    return counts

@@ -45,7 +45,6 @@ def roles(view: StatusInputs) -> tuple[Role, ...]:
 
 
 def role_ready(view: StatusInputs, role: Role) -> ConditionState:
-    """Return the readiness condition of one role."""
     kind, want = READY_NAMES[role], wanted(view, role)
     have = len(view.serving(role))
     count = f"{role} {have}/{want}"
@@ -54,9 +53,9 @@ def role_ready(view: StatusInputs, role: Role) -> ConditionState:
     if want == 0:
         return ConditionState(kind, True, "AtZero", f"{count}: a request wakes it")
     if have >= want:
-        odd = next((item for item in problems(view, role) if item.reason in SERVING_CAUSES), None)
-        if odd is not None:
-            return ConditionState(kind, True, odd.reason, f"{count}: {odd.message}")
+        for problem in problems(view, role):
+            if problem.reason in SERVING_CAUSES:
+                return ConditionState(kind, True, problem.reason, f"{count}: {problem.message}")
         note = ""
         if role is Role.GATEWAY and view.service.spec.gateway.auth.secret_ref is None:
             note = ": open to every client that reaches it, because gateway.auth is not set"
@@ -68,7 +67,6 @@ def role_ready(view: StatusInputs, role: Role) -> ConditionState:
 
 
 def serving(view: StatusInputs) -> bool:
-    """Whether every role has at least its floor of serving pods."""
     return all(role_ready(view, role).status for role in roles(view))
 
 
@@ -81,7 +79,6 @@ def reached(view: StatusInputs) -> bool:
 
 
 def wanted(view: StatusInputs, role: Role) -> int:
-    """Return the final number of pods of a role."""
     if role is Role.GATEWAY:
         return view.service.spec.gateway.replicas
     return view.desired.get(role, 0)
@@ -108,8 +105,8 @@ def examined(view: StatusInputs) -> StatusInputs:
         fields: dict[Reference, str] = {}
     else:
         fields = references(view.written.spec.to_dict())
-    found = {role: tuple(_problems(view, role, fields)) for role in roles(view)}
-    return dataclasses.replace(view, problems=found)
+    problems_by_role = {role: tuple(_problems(view, role, fields)) for role in roles(view)}
+    return dataclasses.replace(view, problems=problems_by_role)
 
 
 def problems(view: StatusInputs, role: Role) -> tuple[Problem, ...]:
@@ -118,7 +115,7 @@ def problems(view: StatusInputs, role: Role) -> tuple[Problem, ...]:
 
 
 def _problems(view: StatusInputs, role: Role, fields: Mapping[Reference, str]) -> list[Problem]:
-    found = []
+    result = []
     pool: Pool | None = None if role is Role.GATEWAY else view.service.spec.pools.of(role)
     devices = {item.name: item.accelerators() for item in pool.variants} if pool else {}
     for pod in view.aimed(role):
@@ -126,8 +123,8 @@ def _problems(view: StatusInputs, role: Role, fields: Mapping[Reference, str]) -
         num = devices.get(pod.variant, 0)
         problem = pod_problem(pod, sample, accelerators=num, fields=fields)
         if problem is not None and (not pod.ready or problem.reason in SERVING_CAUSES):
-            found.append(problem)
-    found += [
+            result.append(problem)
+    result += [
         refused
         for manifest in view.observed.of_kind(DEPLOYMENT.kind)
         if (refused := refused_pods(manifest))
@@ -137,7 +134,7 @@ def _problems(view: StatusInputs, role: Role, fields: Mapping[Reference, str]) -
     ]
     now = view.observed.now
     return sorted(
-        found,
+        result,
         key=lambda item: (not item.needs_user(now), _ORDER.get(item.reason, -1), item.subject),
     )
 

@@ -12,7 +12,8 @@ from vlm_operator import names
 from vlm_operator.cluster import epoch_seconds
 from vlm_operator.errors import SpecError
 from vlm_operator.names import POOL_ROLES, Role
-from vlm_operator.state import Manifest, Observed, controller
+from vlm_operator.state import Manifest, Observed
+from vlm_operator.state.owners import controller
 from vlm_operator.status.causes import sentence
 from vlm_operator.status.conditions import NOT_STALLED, SEE_STALLED, with_times
 from vlm_operator.status.inputs import ConditionReason, ConditionState, Failure
@@ -29,8 +30,8 @@ def refusal(error: SpecError, previous: Manifest, *, now: float) -> Failure:
     """
     if not error.path.endswith(".nodeClassRef"):
         return Failure(ConditionReason.SPEC_INVALID, str(error), accepted=False)
-    known = {item["type"]: item for item in previous.get("conditions", [])}
-    before, since = known.get("Accepted", {}), now
+    conditions = {item["type"]: item for item in previous.get("conditions", [])}
+    before, since = conditions.get("Accepted", {}), now
     if (before.get("reason"), before.get("message")) == (ConditionReason.CLASS_INVALID, str(error)):
         since = epoch_seconds(before["lastTransitionTime"])
     waited = now - since >= CLASS_SECONDS
@@ -42,12 +43,11 @@ def refusal(error: SpecError, previous: Manifest, *, now: float) -> Failure:
 def refused_status(
     failure: Failure, previous: Manifest, observed: Observed, *, generation: int
 ) -> Manifest:
-    """Return the status of a service whose manifest is refused."""
     reason, message = failure.reason, failure.message
     roles = [_role(role, observed) for role in (*POOL_ROLES, Role.GATEWAY)]
-    known = [item for item in roles if item is not None]
-    short = next((item for item in known if not item.status), None)
-    served = bool(known) and short is None
+    present = [item for item in roles if item is not None]
+    short = next((item for item in present if not item.status), None)
+    served = bool(present) and short is None
     last = "the last accepted manifest is served; see Accepted"
     unjudged = "not judged while the manifest is refused"
     states = [
@@ -55,7 +55,7 @@ def refused_status(
         if served
         else ConditionState("Ready", False, reason, message),
         ConditionState("Accepted", False, reason, message),
-        *known,
+        *present,
         ConditionState("ScalingActive", False, reason, "pools keep their sizes"),
         ConditionState("MetricsAvailable", None, reason, unjudged),
         ConditionState("CapacitySufficient", None, reason, unjudged),
@@ -71,8 +71,8 @@ def refused_status(
         ConditionState("Stalled", failure.needs_user_action, reason, message),
     ]
     fresh = with_times(states, previous, generation=generation, now=observed.now)
-    kept = {key: value for key, value in previous.items() if key != "lastProgressTime"}
-    return {**kept, "observedGeneration": generation, "conditions": fresh}
+    rest = {key: value for key, value in previous.items() if key != "lastProgressTime"}
+    return {**rest, "observedGeneration": generation, "conditions": fresh}
 
 
 def deleting_status(
@@ -88,8 +88,8 @@ def deleting_status(
         SEE_STALLED if overdue else ConditionState("Reconciling", True, reason, message),
         ConditionState("Stalled", True, reason, message) if overdue else NOT_STALLED,
     ]
-    told = {item.type for item in states}
-    others = [item for item in previous.get("conditions", []) if item["type"] not in told]
+    types = {item.type for item in states}
+    others = [item for item in previous.get("conditions", []) if item["type"] not in types]
     fresh = with_times(states, previous, generation=generation, now=now)
     return {**previous, "observedGeneration": generation, "conditions": [*fresh, *others]}
 
@@ -98,10 +98,6 @@ def unowned_status(manifest: Manifest, *, now: float) -> Manifest | None:
     """Return the status of a VLMPool that a user created; None if a VLMService controls it.
 
     None also if it is being deleted. kstatus reads Stalled=True as Failed.
-
-    Args:
-        manifest: the VLMPool; an unchanged condition keeps its time.
-        now: seconds since the epoch.
     """
     meta = manifest["metadata"]
     owner = controller(manifest)

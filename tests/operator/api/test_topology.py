@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from vlm_operator.api import Pools, Topology, stages, topology
+from vlm_operator.api import stages, topology
+from vlm_operator.api.enums import Topology
+from vlm_operator.api.pool import Pools
 from vlm_operator.names import POOL_ROLES, Role
 
 POOL: dict[str, Any] = {"scaling": {"mode": "Manual", "replicas": 1}}

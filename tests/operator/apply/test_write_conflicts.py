@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from support.world import World, body, kstatus, pool, rps
-from vlm_operator.apply.write_conflicts import (
+from vlm_operator.apply.sync_state import (
     FORGOTTEN_SECONDS,
     LONGEST_PAUSE_SECONDS,
     REPAIRS_AT_ONCE,

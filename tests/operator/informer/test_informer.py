@@ -27,14 +27,14 @@ from vlm_operator.cluster import (
 )
 from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.informer import reflector
-from vlm_operator.informer.reflector import CachedClient, Informer, label_of
-from vlm_operator.reconcile import (
+from vlm_operator.informer.reflector import CachedClient, Informer
+from vlm_operator.reconcile.class_and_pool_status import (
     NodeClassReconciler,
     NodeClassUsage,
-    Options,
     PoolLoop,
-    ServiceReconciler,
 )
+from vlm_operator.reconcile.decisions import Options
+from vlm_operator.reconcile.service import ServiceReconciler
 
 FOLLOWED = (*CHILD_KINDS, POD, VLM_NODE_CLASS, NODE)
 LABELS = {names.LABEL_SERVICE: "demo"}
@@ -59,7 +59,6 @@ class Followed:
                 self.cluster,
                 kind,
                 None,
-                labelled=label_of(kind),
                 notify=self.woken.append,
                 relist=relist,
             )

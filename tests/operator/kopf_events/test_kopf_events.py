@@ -20,7 +20,8 @@ from vlm_operator.kopf_events import (
     service_event,
 )
 from vlm_operator.kube import Connection
-from vlm_operator.reconcile import Cause, Key, Workers
+from vlm_operator.reconcile.queue import Cause, Key
+from vlm_operator.reconcile.workers import Workers
 
 KEY = ("ns", "demo")
 META = {"namespace": "ns", "name": "demo", "uid": "u", "generation": 1}

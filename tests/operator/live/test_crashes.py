@@ -31,7 +31,8 @@ from vlm_operator.cluster import (
     Manifest,
 )
 from vlm_operator.errors import UnavailableError
-from vlm_operator.reconcile import Options, ServiceReconciler
+from vlm_operator.reconcile.decisions import Options
+from vlm_operator.reconcile.service import ServiceReconciler
 
 pytestmark = pytest.mark.cluster
 LATE_SECONDS = 3600.0  # past every deadline of a rollout

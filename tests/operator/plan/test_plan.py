@@ -12,8 +12,7 @@ from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import CHILD_KINDS, Manifest
 from vlm_operator.names import Role
-from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import TurnPlan, plan_turn
+from vlm_operator.reconcile.decisions import Options, TurnPlan, plan_turn
 from vlm_operator.state import DeploymentState
 
 

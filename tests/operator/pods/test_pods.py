@@ -11,8 +11,7 @@ from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
-from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import plan_turn
+from vlm_operator.reconcile.decisions import Options, plan_turn
 
 
 def templates(manifest: Manifest) -> dict[str, Any]:

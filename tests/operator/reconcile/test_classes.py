@@ -6,7 +6,7 @@ from typing import Any
 from support.fakes import FakeCluster, settle
 from support.world import World, body, external, pool
 from vlm_operator.cluster import DEPLOYMENT, NODE, POD, VLM_NODE_CLASS
-from vlm_operator.reconcile import NodeClassReconciler, NodeClassUsage
+from vlm_operator.reconcile.class_and_pool_status import NodeClassReconciler, NodeClassUsage
 from vlm_operator.reconcile.service import ServiceReconciler
 from vlm_operator.status.classes import ClassUse, Start
 

@@ -21,9 +21,12 @@ from vlm_operator.cluster import (
     VLM_SERVICE,
     WatchEventType,
 )
-from vlm_operator.informer.reflector import CachedClient, Informer, label_of
+from vlm_operator.informer.reflector import CachedClient, Informer
 from vlm_operator.kopf_events import ServiceEvents
-from vlm_operator.reconcile import Cause, Key, Options, Outcome, ServiceReconciler, Workers
+from vlm_operator.reconcile.decisions import Options
+from vlm_operator.reconcile.queue import Cause, Key, Outcome
+from vlm_operator.reconcile.service import ServiceReconciler
+from vlm_operator.reconcile.workers import Workers
 
 PATIENCE_SECONDS = 60.0
 
@@ -46,9 +49,7 @@ class Operator:
         self.cluster = WatchableCluster()
         self.turns: list[bool] = []
         self.informers = {
-            (kind, None): Informer(
-                self.cluster, kind, None, labelled=label_of(kind), notify=self._notify
-            )
+            (kind, None): Informer(self.cluster, kind, None, notify=self._notify)
             for kind in (*CHILD_KINDS, POD, VLM_NODE_CLASS, NODE)
         }
         self.workers = Workers(self._make, clock=asyncio.get_running_loop().time)

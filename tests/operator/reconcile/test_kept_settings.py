@@ -10,8 +10,8 @@ from support.world import World, body, pool
 from vlm_operator.cluster import DEPLOYMENT, POD, Manifest
 from vlm_operator.plan.deployments import Options as PlanOptions
 from vlm_operator.pods.parts import Images
-from vlm_operator.reconcile import Options
-from vlm_operator.state import ANNOTATION_RESOLVED
+from vlm_operator.reconcile.decisions import Options
+from vlm_operator.state.deployments import ANNOTATION_RESOLVED
 
 BEFORE = Options(plan=PlanOptions(images=Images(pull_policy="IfNotPresent", bind="::")))
 AFTER = Options(plan=PlanOptions(images=Images(pull_policy="Always", bind="0.0.0.0")))

@@ -11,7 +11,7 @@ from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, EVENT, POD, VLM_POOL, VLM_SERVICE, Manifest
 from vlm_operator.names import Role
-from vlm_operator.state import is_pod_of
+from vlm_operator.state.owners import is_pod_of
 
 
 def one(world: World, role: str) -> Manifest:

@@ -11,7 +11,8 @@ from support.world import World, body, kstatus, pool, rps
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, VLM_SERVICE, Manifest
 from vlm_operator.names import Role
-from vlm_operator.state import ANNOTATION_RESOLVED, Resolved
+from vlm_operator.state import Resolved
+from vlm_operator.state.deployments import ANNOTATION_RESOLVED
 from vlm_operator.status.causes import split
 
 DEADLINE = {"progressDeadlineSeconds": 60}

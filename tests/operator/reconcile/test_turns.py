@@ -18,7 +18,7 @@ from vlm_operator.cluster import (
     VLM_POOL,
     VLM_SERVICE,
 )
-from vlm_operator.reconcile import Options
+from vlm_operator.reconcile.decisions import Options
 
 
 def test_a_new_service_gets_everything_it_needs():

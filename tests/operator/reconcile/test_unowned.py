@@ -8,7 +8,7 @@ from support.world import World, body, external, kstatus
 from vlm_operator import names
 from vlm_operator.cluster import VLM_POOL
 from vlm_operator.errors import ClusterError
-from vlm_operator.reconcile import PoolLoop
+from vlm_operator.reconcile.class_and_pool_status import PoolLoop
 from vlm_operator.status.causes import split
 
 

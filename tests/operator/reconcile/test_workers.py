@@ -11,8 +11,9 @@ import pytest
 
 from support.fakes import Clock
 from vlm_operator.errors import ConflictError, LeaseLostError, UnavailableError
-from vlm_operator.reconcile import Cause, Outcome, Workers
 from vlm_operator.reconcile import workers as module
+from vlm_operator.reconcile.queue import Cause, Outcome
+from vlm_operator.reconcile.workers import Workers
 
 KEY, OTHER = ("ns", "demo"), ("ns", "other")
 LATER = Outcome(again={Cause.TICK: 60.0})

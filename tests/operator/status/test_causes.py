@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from support.fakes import sample_of
 from vlm_operator.names import Role
-from vlm_operator.state import ContainerState, PodState, error_line
+from vlm_operator.state import PodState
+from vlm_operator.state.cluster_view import ContainerState, error_line
 from vlm_operator.status.causes import pod_problem, references, sentence, split
 
 POD = PodState(

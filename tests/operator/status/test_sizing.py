@@ -29,13 +29,13 @@ UNATTAINABLE = Attribution(
 def view_of(world: World) -> StatusInputs:
     """What the last turn knew when it reported."""
     found = []
-    inner = world.loop._view
+    inner = world.loop._status_inputs
 
     def kept(*arguments: object) -> StatusInputs:
         found.append(inner(*arguments))  # type: ignore[arg-type]
         return found[-1]
 
-    world.loop._view = kept  # type: ignore[method-assign]
+    world.loop._status_inputs = kept  # type: ignore[method-assign]
     world.turn()
     return found[-1]
 

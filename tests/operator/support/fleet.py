@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from vlm_operator.api import RolloutStrategy
+from vlm_operator.api.enums import RolloutStrategy
 from vlm_operator.names import Role
 from vlm_operator.rollout.replica_counts import SurgeLimits
 from vlm_operator.rollout.steps import Step, next_step
@@ -75,7 +75,7 @@ class Fleet:
 
     def step(self) -> Step:
         """Decide the next step."""
-        rollout_target = RolloutTarget(self.goals, {}, back=False, marks={})
+        rollout_target = RolloutTarget(self.goals, {}, back=False, failed_notes={})
         states = self.states()
         return next_step(
             rollout_target,

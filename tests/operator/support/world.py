@@ -23,7 +23,9 @@ from vlm_operator.cluster import (
     Manifest,
 )
 from vlm_operator.names import Role
-from vlm_operator.reconcile import Options, ServiceReconciler
+from vlm_operator.reconcile.decisions import Options
+from vlm_operator.reconcile.queue import Outcome
+from vlm_operator.reconcile.service import ServiceReconciler
 from vlm_operator.state import DeploymentState, Observed
 
 MANUAL = {"mode": "Manual", "replicas": 1}
@@ -66,6 +68,11 @@ def empty(now: float = 1_800_000_000.0) -> Observed:
     return Observed(service=None, children={}, pods=(), node_classes={}, samples={}, now=now)
 
 
+def pause(outcome: Outcome) -> float:
+    """Seconds until the next turn if nothing else happens; infinite if there is none."""
+    return min(outcome.again.values(), default=float("inf"))
+
+
 class World:
     """A fake cluster, a service in it, and the loop that looks after it."""
 
@@ -103,7 +110,7 @@ class World:
     def turn(self, *, seconds: float = 1.0) -> float:
         """Let time pass, then take one turn; returns the seconds until the next one is due."""
         self.cluster.clock.now += seconds
-        return asyncio.run(self.loop.turn()).pause
+        return pause(asyncio.run(self.loop.turn()))
 
     def converge(self, *, turns: int = 12, start: bool = True) -> None:
         """Turn until nothing is written any more, with controllers at work in between."""

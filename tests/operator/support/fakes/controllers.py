@@ -13,14 +13,8 @@ from typing import Any
 from support.fakes.cluster import FakeCluster
 from vlm_operator.cluster import DEPLOYMENT, POD, REPLICA_SET, Kind, Manifest
 from vlm_operator.names import Role
-from vlm_operator.state import (
-    ANNOTATION_DELETION_COST,
-    KvTokens,
-    ModelFacts,
-    PodState,
-    Sample,
-    owned_by,
-)
+from vlm_operator.state import ANNOTATION_DELETION_COST, KvTokens, PodState, Sample, owned_by
+from vlm_operator.state.pod_stats import ModelFacts
 
 
 def settle(

@@ -1,4 +1,4 @@
-"""Reconciles all VLMNodeClasses: writes the status of each from its nodes and pods.
+"""Writes the status of all VLMNodeClasses, and of VLMPools that no service controls.
 
 ServiceReconciler ─ uses ─▶ NodeClassUsage ─▶ NodeClassReconciler.turn ─▶ status of the classes
                                                         └──▶ `changed`, if a class differs
@@ -6,12 +6,17 @@ ServiceReconciler ─ uses ─▶ NodeClassUsage ─▶ NodeClassReconciler.turn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 from vlm_operator import names
-from vlm_operator.cluster import NODE, VLM_NODE_CLASS, Cluster, Manifest
-from vlm_operator.metrics import WRITES
+from vlm_operator.apply.pod_and_status_writes import write_status
+from vlm_operator.cluster import NODE, VLM_NODE_CLASS, VLM_POOL, Cluster, Manifest
+from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.status.classes import ClassUse, Start, class_status, is_current, latest
+from vlm_operator.status.refused import unowned_status
+
+logger = logging.getLogger(__name__)
 
 
 class NodeClassUsage:
@@ -22,7 +27,6 @@ class NodeClassUsage:
         self._starts: dict[str, tuple[Start, ...]] = {}
 
     def note(self, service: tuple[str, str], uses: Mapping[str, ClassUse]) -> None:
-        """Replace the entry of a service (namespace, name)."""
         self._uses[service] = uses
         for name, use in uses.items():
             self._starts[name] = latest((*self._starts.get(name, ()), *use.starts))
@@ -32,11 +36,9 @@ class NodeClassUsage:
         self._uses.pop(service, None)
 
     def replicas(self, name: str) -> int:
-        """Return the number of pods of all services on a class's nodes."""
         return sum(uses[name].replicas for uses in self._uses.values() if name in uses)
 
     def starts(self, name: str) -> tuple[Start, ...]:
-        """Return the latest pod starts on a class's nodes."""
         return self._starts.get(name, ())
 
 
@@ -92,17 +94,50 @@ class NodeClassReconciler:
                 now=self._clock(),
             )
             if not is_current(item.get("status", {}), wanted, operator=self._operator):
-                await self._write(item, wanted)
+                # one manager per operator: an apply removes only fields that its manager dropped
+                manager = names.status_manager(self._operator)
+                await write_status(self._cluster, item, wanted, manager=manager)
 
-    async def _write(self, item: Manifest, status: Manifest) -> None:
-        meta = item["metadata"]
-        manifest = {
-            "apiVersion": VLM_NODE_CLASS.api_version,
-            "kind": VLM_NODE_CLASS.kind,
-            "metadata": {"name": meta["name"], "uid": meta["uid"]},
-            "status": status,
-        }
-        # one field manager per operator: an apply removes only fields that its manager dropped
-        manager = names.status_manager(self._operator)
-        await self._cluster.apply(manifest, manager=manager, subresource="status")
-        WRITES.labels(kind=VLM_NODE_CLASS.kind, verb="status").inc()
+
+class PoolLoop:
+    """Writes the condition of every VLMPool that no VLMService controls: it has no effect.
+
+    The watch cache has all VLMPools regardless of labels, so a turn sends no read request.
+
+    Args:
+        cluster: cluster of the pools; the lease fences its writes.
+        namespaces: watched namespaces; empty for all.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, namespaces: Sequence[str], clock: Callable[[], float]
+    ) -> None:
+        self._cluster = cluster
+        self._namespaces: Sequence[str | None] = tuple(namespaces) or (None,)
+        self._clock = clock
+
+    async def turn(self) -> None:
+        """Write each status that differs; if one is refused, the others are still written.
+
+        Raises:
+            UnavailableError: the API server is unreachable.
+            LeaseLostError: this process no longer leads.
+        """
+        for namespace in self._namespaces:
+            for item in await self._cluster.list(VLM_POOL, namespace):
+                wanted = unowned_status(item, now=self._clock())
+                if wanted is None or wanted["conditions"] == item.get("status", {}).get(
+                    "conditions"
+                ):
+                    continue
+                try:
+                    await write_status(self._cluster, item, wanted)
+                except UnavailableError:
+                    raise
+                except ClusterError as error:
+                    meta = item["metadata"]
+                    pool = f"{meta['namespace']}/{meta['name']}"
+                    logger.warning(
+                        "status of VLMPool not written", extra={"pool": pool, "error": str(error)}
+                    )
