@@ -3,7 +3,7 @@
     python bench/admission.py        one JSON object on stdout, in a few seconds
 
 The scheduler is the real one; a step takes 8 ms + 40 us a token, whoever runs. Half of the requests
-ask about a picture (800 to 2,500 tokens), half are text (20 to 200). Requests come at random, below
+ask about an image (800 to 2,500 tokens), half are text (20 to 200). Requests come at random, below
 and above what can be served. Seconds to the first token, mean and 95th percentile, by lane.
 """
 

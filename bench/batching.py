@@ -2,7 +2,7 @@
 
     python bench/run.py batching         python bench/batching.py [--rounds 3]
 
-    batching.trace   40 requests, a third with a picture, answers of 8 to 128 tokens, that come at
+    batching.trace   40 requests, a third with an image, answers of 8 to 128 tokens, that come at
                      random. `continuous`: each enters the next step. `static`: those that came
                      while a batch ran are the next one, up to 16, which ends with its longest
     batching.chunks  one answer is decoded when a prompt of 2,000 words comes, of which a step
@@ -96,7 +96,7 @@ def traces(engine: OwnEngine, num_rounds: int) -> list[dict[str, Any]]:
 
 
 def new_trace() -> Trace:
-    """The same lengths and arrivals each time, other words and pictures."""
+    """The same lengths and arrivals each time, other words and images."""
     rng = random.Random(3)
     arrivals = itertools.accumulate(
         rng.expovariate(REQUESTS_PER_SECOND) for _ in range(NUM_REQUESTS)

@@ -2,14 +2,14 @@
 
     python bench/run.py cache            python bench/cache.py [--model DIR] [--rounds 15]
 
-All prompts of a round have as many tokens. A picture is 256 of them, seven tenths of the text
+All prompts of a round have as many tokens. An image is 256 of them, seven tenths of the text
 stand before it, and no text comes twice except where a prefix is to be found:
 
     text            text alone                                              goal
-    new             a picture that was never seen
-    repeated        a picture seen before, after new text                   <= 1.05 x text
+    new             an image that was never seen
+    repeated        an image seen before, after new text                   <= 1.05 x text
     text again      text, its last words changed                            <= 0.20 x text
-    picture again   new, its last words changed                             <= 0.20 x new
+    image again   new, its last words changed                             <= 0.20 x new
 
 `vlm-worker serve` answers, its token cache warm. Every round measures all of them in turn; a figure
 is the median over rounds of the ratio within a round, so that a slow moment falls on all; `cpu` is
@@ -46,11 +46,11 @@ from workers import free_port
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "examples" / "shapes" / "model"
 WORDS = [f" {word}" for word in ("red", "blue", "circle", "shapes", "image", "picture", "color")]
-SIDE, PICTURE_TOKENS = 448, 256 + 2  # with the tokens that open and close it
+SIDE, NUM_IMAGE_TOKENS = 448, 256 + 2  # with the tokens that open and close it
 NUM_CHANGED = 4
 START_SECONDS = 120.0
-GOALS = {"repeated": 1.05, "text again": 0.20, "picture again": 0.20}
-COMPARED_WITH = {"repeated": "text", "text again": "text", "picture again": "new"}
+GOALS = {"repeated": 1.05, "text again": 0.20, "image again": 0.20}
+COMPARED_WITH = {"repeated": "text", "text again": "text", "image again": "new"}
 
 
 def main() -> None:
@@ -142,19 +142,19 @@ class Prompts:
         return [self._words(self._num_words - NUM_CHANGED), self._words(NUM_CHANGED)]
 
     def about(self, url: str) -> list[dict[str, Any]]:
-        """Text, a picture, text."""
-        num_words = self._num_words - PICTURE_TOKENS - NUM_CHANGED
+        """Text, an image, text."""
+        num_words = self._num_words - NUM_IMAGE_TOKENS - NUM_CHANGED
         before = num_words * 7 // 10
-        picture = {"type": "image_url", "image_url": {"url": url}}
+        image = {"type": "image_url", "image_url": {"url": url}}
         after = self._words(num_words - before)
-        return [self._words(before), picture, after, self._words(NUM_CHANGED)]
+        return [self._words(before), image, after, self._words(NUM_CHANGED)]
 
     def again(self, content: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same with other last words."""
         return [*content[:-1], self._words(NUM_CHANGED)]
 
-    def picture(self) -> str:
-        """A picture that was never seen, as a data URL: a JPEG of coarse noise."""
+    def image(self) -> str:
+        """An image that was never seen, as a data URL: a JPEG of coarse noise."""
         pixels = np.frombuffer(self._rng.randbytes(56 * 56 * 3), np.uint8).reshape(56, 56, 3)
         file = io.BytesIO()
         Image.fromarray(pixels).resize((SIDE, SIDE)).save(file, "JPEG", quality=90)
@@ -192,18 +192,18 @@ def measure(server: Server, *, num_rounds: int, num_tokens: int) -> dict[str, An
     """Medians in milliseconds, and ratios within rounds."""
     *_, overhead = ask(server, [{"type": "text", "text": WORDS[0]}])
     prompts = Prompts(num_tokens=num_tokens, overhead=overhead - 1)
-    known = prompts.picture()
+    known = prompts.image()
     seconds: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     for number in range(num_rounds + 2):
-        text, new = prompts.text(), prompts.about(prompts.picture())
+        text, new = prompts.text(), prompts.about(prompts.image())
         contents = {
             "empty": [{"type": "text", "text": WORDS[number % 7] + WORDS[number % 5]}],
             "text": text,
             "repeated": prompts.about(known),
             "new": new,
             "text again": prompts.again(text),
-            "picture again": prompts.again(new),
+            "image again": prompts.again(new),
         }
         for kind, content in contents.items():
             taken, used, counted = ask(server, content)

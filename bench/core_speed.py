@@ -1,11 +1,9 @@
-"""How fast this core runs Python and numpy at this moment, by work that never changes.
+"""Probes how fast this core runs Python and numpy, by a fixed amount of work.
 
-A figure in microseconds moves with the core's own speed: its clock, what a neighbour leaves of the
-caches, how cold they are after the model. So a benchmark of Python in microseconds times this work
-beside its own, in the same rounds. Rounds count whose probes are within `probes.MOST_MOVED` of each
-other, around the median, and how many of how many did is said; where fewer than
-`probes.LEAST_ROUNDS` do, all count, `probes_moved` is larger than that, and the table of goals says
-that the machine was busy.
+A figure in microseconds changes with the core: its clock, and the caches that neighbours and the
+model leave. So a benchmark of Python times this work in the same rounds. A round counts if its
+probe is within `probes.MAX_PROBE_RATIO` of the median. If fewer than `probes.MIN_ROUNDS` count, all
+do, and `probes_moved` makes the table of goals report a busy machine.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from probes import LEAST_ROUNDS, alike
+from probes import MIN_ROUNDS, stable_rounds
 
 _COUNTS = np.arange(256, dtype=np.int64)
 _KNOWN = {number: [number] for number in range(256)}
@@ -47,8 +45,8 @@ class Counted:
     @classmethod
     def of(cls, probes: Sequence[float]) -> Counted:
         """By the seconds that the probe took in each round."""
-        rounds = alike(probes)
-        if len(rounds) < LEAST_ROUNDS:
+        rounds = stable_rounds(probes)
+        if len(rounds) < MIN_ROUNDS:
             rounds = list(range(len(probes)))
         kept = [probes[i] for i in rounds]
         moved = max(kept) / min(kept)

@@ -2,10 +2,10 @@
 
     python bench/run.py curves           python bench/curves.py [--tokens 24] [--threads 2]
 
-    curves.itl   gaps between the tokens of an answer, while 1 to 16 requests with pictures of 0 to
+    curves.itl   gaps between the tokens of an answer, while 1 to 16 requests with images of 0 to
                  256 visual tokens are answered at once, all put in the same moment; `p50` is the
                  decode step, `max` holds a step that also computes somebody's prompt
-    curves.kv    KV bytes that a request with one square picture holds after its first token, and
+    curves.kv    KV bytes that a request with one square image holds after its first token, and
                  what the formula says: tokens, rounded up to blocks, times the bytes of one
 
 On the small random Qwen2-VL (`random_vlm`), bfloat16. One JSON line a point, about a minute.
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import random_vlm
-from own_engine import OwnEngine, Picture, Prompt
+from own_engine import ImageInput, OwnEngine, Prompt
 
 CONCURRENCY = (1, 2, 4, 8, 16)
 VISUAL_TOKENS = (0, 64, 256)
@@ -38,7 +38,7 @@ _seeds = itertools.count(1)
 
 
 def prompt_of(side: int, num_output: int, *, num_words: int = NUM_WORDS) -> Prompt:
-    """A new prompt with a new square picture of `side` pixels; 0 is none."""
+    """A new prompt with a new square image of `side` pixels; 0 is none."""
     rng = np.random.default_rng(next(_seeds))
     words = rng.integers(random_vlm.FIRST_WORD, random_vlm.LAST_WORD, num_words).tolist()
     if not side:
@@ -46,10 +46,10 @@ def prompt_of(side: int, num_output: int, *, num_words: int = NUM_WORDS) -> Prom
     rows, num_tokens = side // 14, (side // PIXELS_OF_TOKEN) ** 2
     patches = rng.standard_normal((rows * rows, PATCH_DIM), dtype=np.float32)
     key = int(rng.integers(1 << 62))
-    picture = Picture(key, (1, rows, rows), num_tokens, patches)
+    image = ImageInput(key, (1, rows, rows), num_tokens, patches)
     placeholders = [random_vlm.IMAGE_TOKEN] * num_tokens
     token_ids = [random_vlm.VISION_START, *placeholders, random_vlm.VISION_END, *words]
-    return Prompt(token_ids, num_output, picture, offset=1)
+    return Prompt(token_ids, num_output, image, offset=1)
 
 
 def itl_points(engine: OwnEngine, num_output: int) -> Iterator[dict[str, Any]]:

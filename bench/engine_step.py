@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from core_speed import Counted, core_seconds
-from probes import MOST_MOVED
+from probes import MAX_PROBE_RATIO
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
@@ -111,7 +111,7 @@ def figures(num_running: int, rounds: Sequence[Round]) -> dict[str, Any]:
         **counted.fields,
     }
     if num_running == max(RUNNING):
-        met = each <= GOAL_AT_256 if counted.probes_moved <= MOST_MOVED else None
+        met = each <= GOAL_AT_256 if counted.probes_moved <= MAX_PROBE_RATIO else None
         line |= {"goal": GOAL_AT_256, "met": met}
     return line
 

@@ -49,7 +49,7 @@ from vlm_worker.types import (  # noqa: E402
 from vlm_worker.wire import messages  # noqa: E402
 
 MODEL = ROOT / "examples" / "shapes" / "model"
-QUESTION = "What shape is in the picture?"
+QUESTION = "What shape is in the image?"
 START_SECONDS = 60.0
 
 
@@ -89,15 +89,15 @@ class Workers:
 class Direct:
     """The request as the workers get it, everything prepared beforehand."""
 
-    def __init__(self, workers: Workers, picture: bytes | None) -> None:
+    def __init__(self, workers: Workers, image: bytes | None) -> None:
         self._workers = workers
         language = PromptBuilder(MODEL)
         parts: list[TextPart | ImagePart] = [TextPart(QUESTION)]
-        if picture is not None:
-            parts.insert(0, ImagePart(data_url(picture), "auto", ""))
+        if image is not None:
+            parts.insert(0, ImagePart(data_url(image), "auto", ""))
         images = [part for part in parts if isinstance(part, ImagePart)]
-        self._pictures = at_once(read_images(images, Config(), language.family))
-        counts = [p.num_tokens for p in self._pictures if p is not None]
+        self._images = at_once(read_images(images, Config(), language.family))
+        counts = [p.num_tokens for p in self._images if p is not None]
         self._prompt = language.chat([Message("user", tuple(parts))], counts)
 
     async def ask(self) -> float:
@@ -118,18 +118,18 @@ class Direct:
     async def _encode(
         self, key: RequestKey, stack: contextlib.AsyncExitStack
     ) -> tuple[messages.DecodedItem, ...]:
-        pictures = [picture for picture in self._pictures if picture is not None]
-        if not pictures:
+        images = [image for image in self._images if image is not None]
+        if not images:
             return ()
         items = tuple(
             messages.EncodeItem(
                 f"{key.request_id}.{i}", len(p.data), p.width, p.height, p.num_tokens, 0, p.format
             )
-            for i, p in enumerate(pictures)
+            for i, p in enumerate(images)
         )
         call = messages.EncodeCall(key, items, bytes(32))
         replies = self._workers.clients["encoder"].encode(
-            call, [p.data for p in pictures], timeout=60
+            call, [p.data for p in images], timeout=60
         )
         await stack.enter_async_context(aclosing(replies))
         event = (await anext(replies)).event
@@ -182,16 +182,16 @@ async def ask_gateway(client: httpx.AsyncClient, body: bytes) -> tuple[float, di
     return seconds, timing["stages"]
 
 
-def data_url(picture: bytes) -> str:
-    """A picture as clients send it."""
-    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+def data_url(image: bytes) -> str:
+    """An image as clients send it."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def body_of(picture: bytes | None) -> bytes:
+def body_of(image: bytes | None) -> bytes:
     """A streamed chat request of two tokens."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": QUESTION}]
-    if picture is not None:
-        parts.insert(0, {"type": "image_url", "image_url": {"url": data_url(picture)}})
+    if image is not None:
+        parts.insert(0, {"type": "image_url", "image_url": {"url": data_url(image)}})
     return json.dumps(
         {
             "model": "shapes",
@@ -210,12 +210,12 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 async def measure(workers: Workers, url: str, num_requests: int) -> None:
-    """Both ways in turn, for text and for a picture; prints the figures."""
+    """Both ways in turn, for text and for an image; prints the figures."""
     buffer = io.BytesIO()
     Image.new("RGB", (224, 224), (200, 30, 30)).save(buffer, "PNG")
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        for kind, picture in (("text", None), ("image", buffer.getvalue())):
-            direct, body = Direct(workers, picture), body_of(picture)
+        for kind, image in (("text", None), ("image", buffer.getvalue())):
+            direct, body = Direct(workers, image), body_of(image)
             ours: list[float] = []
             bare: list[float] = []
             stages: list[dict[str, float]] = []

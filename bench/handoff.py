@@ -1,4 +1,4 @@
-"""What a hand-over of KV from prefill to decode adds to an answer, and what overlap saves.
+"""What a handoff of KV from prefill to decode adds to an answer, and what overlap saves.
 
     python bench/run.py handoff          python bench/handoff.py [--rounds 2] [--only small]
 

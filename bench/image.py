@@ -2,8 +2,8 @@
 
     python bench/run.py image
 
-One thread, CPU time, rounds that interleave both; memory for pixels is kept from picture to
-picture, as in a decode child. The goal is at most 0.35 of Pillow's time at both sizes, and a mean
+One thread, CPU time, rounds that interleave both; memory for pixels is kept from image to
+image, as in a decode child. The goal is at most 0.35 of Pillow's time at both sizes, and a mean
 difference of at most 1e-3 in normalised units; it is 0, as the patches are compared with those that
 Pillow's own resizing gives. `parts` are ours: decoding, resizing, and what is left of making
 patches. `dct` is the same under `--jpeg-scaling=dct`, with its own differences.

@@ -2,7 +2,7 @@
 
     python bench/run.py int8_accuracy      python bench/int8_accuracy.py --questions 40
 
-The same questions about pictures that no training saw, greedily answered by the model runner in
+The same questions about images that no training saw, greedily answered by the model runner in
 float32, in bfloat16, with `--weights=int8` and with `--kv-dtype=int8`. One JSON line each: the
 share that is right, and the share that has float32's tokens, right or wrong.
 """

@@ -1,9 +1,9 @@
-"""Time between tokens while pictures arrive: roles split over the cores, or one worker on all.
+"""Time between tokens while images arrive: roles split over the cores, or one worker on all.
 
     python bench/run.py interference     python bench/interference.py [--seconds 12]
 
 Workers with Qwen2-VL of random weights (`random_vlm`). One long answer of text is decoded, first at
-rest, then while new 448 x 448 pictures are encoded and their prompts prefilled, 0.4 a second: as
+rest, then while new 448 x 448 images are encoded and their prompts prefilled, 0.4 a second: as
 many as one core can do, so that both deployments do the same work.
 
     split        encoder and prefill on core 0, decode on core 1, one thread each
@@ -46,9 +46,9 @@ from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Sou
 from vlm_worker.wire import messages  # noqa: E402
 
 TIMEOUT = 120.0
-SIDE = random_vlm.PICTURE_SIDE
+SIDE = random_vlm.IMAGE_SIDE
 TEXT_TOKENS, ANSWER_TOKENS = 128, 4000
-PICTURES_PER_SECOND = 0.4
+IMAGES_PER_SECOND = 0.4
 LEAST_SECONDS = 10.0
 AIM = 1.5
 DEPLOYMENTS = {
@@ -75,7 +75,7 @@ async def main() -> None:
                 lines[name] = await measure(addresses[0], addresses[-1], seconds=args.seconds)
     split, colocated = lines["split"], lines["colocated"]
     better = split["loaded p99"] < colocated["loaded p99"]
-    same_work = split["pictures"]["done"] >= colocated["pictures"]["done"] - 1
+    same_work = split["images"]["done"] >= colocated["images"]["done"] - 1
     judged = {"same_work": same_work, "met": better and same_work}
     for name, figures in lines.items():
         print(json.dumps({"bench": "interference", "what": name, **figures, **judged}))
@@ -98,16 +98,16 @@ def long_enough(text: str) -> float:
 async def measure(here: str, there: str, *, seconds: float) -> dict[str, Any]:
     """Milliseconds between tokens of an answer that `there` decodes."""
     async with WorkerClient(here) as prefill, WorkerClient(there) as decode:
-        files = [jpeg(seed) for seed in range(math.ceil(2 * seconds * PICTURES_PER_SECOND))]
-        await see_picture(prefill, files.pop())
+        files = [jpeg(seed) for seed in range(math.ceil(2 * seconds * IMAGES_PER_SECOND))]
+        await send_image(prefill, files.pop())
         rest = await gaps(prefill, decode, seconds=seconds)
-        async with pictures(prefill, files) as seen:
+        async with images(prefill, files) as seen:
             loaded = await gaps(prefill, decode, seconds=seconds)
     median = statistics.median(rest)
     p99 = quantile(loaded, 0.99)
     return {
         "tokens": [len(rest), len(loaded)],
-        "pictures": dict(seen),
+        "images": dict(seen),
         "rest p50": round(median, 1),
         "rest p99": round(quantile(rest, 0.99), 1),
         "loaded p50": round(statistics.median(loaded), 1),
@@ -145,7 +145,7 @@ async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -
 
 
 @contextlib.asynccontextmanager
-async def pictures(worker: WorkerClient, files: list[bytes]) -> AsyncIterator[Counter[str]]:
+async def images(worker: WorkerClient, files: list[bytes]) -> AsyncIterator[Counter[str]]:
     """They begin at their times, however long the last one takes; counts those begun and done.
 
     Drawing an image would take the processor from decode, so the files are made before.
@@ -154,14 +154,14 @@ async def pictures(worker: WorkerClient, files: list[bytes]) -> AsyncIterator[Co
 
     async def one(data: bytes) -> None:
         seen["begun"] += 1
-        await see_picture(worker, data)
+        await send_image(worker, data)
         seen["done"] += 1
 
     async def arrive() -> None:
         async with asyncio.TaskGroup() as group:
             for data in files:
                 group.create_task(one(data))
-                await asyncio.sleep(1 / PICTURES_PER_SECOND)
+                await asyncio.sleep(1 / IMAGES_PER_SECOND)
 
     arriving = asyncio.create_task(arrive())
     try:
@@ -171,12 +171,12 @@ async def pictures(worker: WorkerClient, files: list[bytes]) -> AsyncIterator[Co
         await asyncio.gather(arriving, return_exceptions=True)
 
 
-async def see_picture(worker: WorkerClient, data: bytes) -> None:
-    """A new picture, encoded and prefilled by one worker, to the first token."""
+async def send_image(worker: WorkerClient, data: bytes) -> None:
+    """A new image, encoded and prefilled by one worker, to the first token."""
     number = next(_numbers)
-    key, transfer_id = RequestKey(f"picture-{number}", 1), f"e-{number}"
+    key, transfer_id = RequestKey(f"image-{number}", 1), f"e-{number}"
     hello = await worker.hello()
-    num_tokens = random_vlm.PICTURE_TOKENS
+    num_tokens = random_vlm.NUM_IMAGE_TOKENS
     item = messages.EncodeItem(transfer_id, len(data), SIDE, SIDE, num_tokens, 0, "JPEG")
     encoding = worker.encode(messages.EncodeCall(key, (item,), bytes(32)), [data], timeout=TIMEOUT)
     async with aclosing(encoding) as replies:
@@ -195,7 +195,7 @@ async def see_picture(worker: WorkerClient, data: bytes) -> None:
 
 
 def jpeg(seed: int) -> bytes:
-    """A picture that was never seen."""
+    """An image that was never seen."""
     pixels = np.frombuffer(random.Random(seed).randbytes(56 * 56 * 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels.reshape(56, 56, 3)).resize((SIDE, SIDE)).save(file, "JPEG")

@@ -2,7 +2,7 @@
 
     python bench/jpeg_scaling.py --questions 48        about a minute
 
-Held-out pictures that no training saw, enlarged, with some grain, as JPEG of quality 90; the model
+Held-out images that no training saw, enlarged, with some grain, as JPEG of quality 90; the model
 sees them at their own size again, so that they are decoded at 1/2, 1/4 and 1/8. Against decoding
 all pixels: how far pixels differ, in levels of a byte; how far the encoder's rows differ, in ratio
 to their length; how many answers are right, and how many are the same tokens. The model computes in
@@ -29,7 +29,7 @@ from vlm_worker.types import PreparedImage
 
 ENLARGED = {2: 2.5, 4: 5.0, 8: 9.0}
 GRAIN = 12
-"""Levels by which pixels of the enlarged picture differ from their neighbours, at most."""
+"""Levels by which pixels of the enlarged image differ from their neighbours, at most."""
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
         figures = {
             "bench": "jpeg_scaling",
             "divisor": divisor,
-            "pictures": sum(len(question.prepared_images) for question in asked),
+            "images": sum(len(question.prepared_images) for question in asked),
             **differences(exact, scaled, processor, runner),
             **answers(exact, scaled, runner),
         }
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def enlarged(image: Image.Image, factor: float) -> bytes:
-    """A JPEG of the picture, larger, with grain."""
+    """A JPEG of the image, larger, with grain."""
     size = (round(image.width * factor), round(image.height * factor))
     smooth = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), np.int16)
     grain = np.random.default_rng(0).integers(-GRAIN, GRAIN + 1, smooth.shape)
@@ -91,7 +91,7 @@ def both(
 def differences(
     exact: list[Any], scaled: list[Any], processor: DynamicProcessor, runner: Any
 ) -> dict[str, float]:
-    """Of pixels in levels, of embeddings in ratio to the length of a picture's rows."""
+    """Of pixels in levels, of embeddings in ratio to the length of an image's rows."""
     level = processor.rescale_factor / np.array(processor.image_std).mean()
     pixels, rows = [], []
     for question, other in zip(exact, scaled, strict=True):

@@ -1,9 +1,9 @@
-"""From the bytes of a picture to its patches: what each part takes, and what simplejpeg saves.
+"""From the bytes of an image to its patches: what each part takes, and what simplejpeg saves.
 
     python bench/run.py media
 
 One thread, in this process. JPEG decoding by Pillow and by what the decode child does are
-interleaved and compared pixel by pixel; then the parts of one picture's way, by format and size.
+interleaved and compared pixel by pixel; then the parts of one image's way, by format and size.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def jpeg(width: int, height: int) -> dict[str, object]:
 
 
 def parts(form: str, width: int, height: int) -> dict[str, object]:
-    """Header, decoding, patches and key of one picture."""
+    """Header, decoding, patches and key of one image."""
     data = encoded(photo(width, height), form)
     header, processor = read_header(data, item=0), FAMILY.processor
     rgb, geometry = decode_rgb(data, header), FAMILY.geometry(height, width)

@@ -1,9 +1,9 @@
-"""The mixed trace: 16 requests at once, 8 with a picture, ours against transformers' `generate`.
+"""The mixed trace: 16 requests at once, 8 with an image, ours against transformers' `generate`.
 
     python bench/run.py mixed_trace      python bench/mixed_trace.py --rounds 5 --threads 2
 
 Per round 3,923 prompt tokens and 960 answer tokens (32 to 128 a request), Qwen2-VL with random
-weights in bfloat16 (`random_vlm`), both sides in turn (`sides`). No prompt or picture comes twice,
+weights in bfloat16 (`random_vlm`), both sides in turn (`sides`). No prompt or image comes twice,
 so no cache helps.
 """
 
@@ -20,7 +20,7 @@ GOAL = 0.45
 
 
 def mixed_trace(round_number: int) -> list[Call]:
-    """The 16 requests of one round: even ones have a picture and short text."""
+    """The 16 requests of one round: even ones have an image and short text."""
     rng = random.Random(1)
     calls = []
     for i in range(NUM_REQUESTS):

@@ -125,7 +125,7 @@ class Bench:
         return {"batch": batch, "unit": "tokens/s", **figures}
 
     def prefill(self, batch: int) -> dict[str, Any]:
-        """Prompt tokens per second, pictures encoded before."""
+        """Prompt tokens per second, images encoded before."""
         question = self._questions[0]
         embeddings = self._runner.encode(question.prepared_images)
 
@@ -149,14 +149,14 @@ class Bench:
         }
 
     def encode(self, count: int) -> dict[str, Any]:
-        """Pictures per second, `count` of different sizes in one call."""
+        """Images per second: `count` of different sizes in one call."""
         torch = self._torch
-        pictures = [question.prepared_images[0] for question in self._questions[:count]]
+        images = [question.prepared_images[0] for question in self._questions[:count]]
         patches = [
             torch.frombuffer(bytearray(p.patches), dtype=torch.float32).view(p.num_tokens * 4, -1)
-            for p in pictures
+            for p in images
         ]
-        grid = torch.tensor([picture.grid_thw for picture in pictures])
+        grid = torch.tensor([image.grid_thw for image in images])
 
         def run_theirs() -> None:
             with torch.inference_mode():
@@ -164,8 +164,8 @@ class Bench:
                     pixel_values=torch.cat(patches), image_grid_thw=grid
                 )
 
-        figures = self._compare(lambda: self._runner.encode(pictures), run_theirs, units=count)
-        tokens = sum(picture.num_tokens for picture in pictures)
+        figures = self._compare(lambda: self._runner.encode(images), run_theirs, units=count)
+        tokens = sum(image.num_tokens for image in images)
         return {"images": count, "visual_tokens": tokens, "unit": "images/s", **figures}
 
     def _prefill_reference(self, state: dict[str, Any], batch: int) -> None:

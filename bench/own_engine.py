@@ -32,7 +32,7 @@ from vlm_worker.types import (  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Picture:
+class ImageInput:
     """What the vision tower reads: float32 `[t * h * w, patch_dim]`; `key` is its identity."""
 
     key: int
@@ -56,11 +56,11 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request: its tokens, its picture at `offset`, and how many tokens answer it."""
+    """One request: its tokens, its image at `offset`, and how many tokens answer it."""
 
     token_ids: Sequence[int]
     num_output: int
-    picture: Picture | None = None
+    image: ImageInput | None = None
     offset: int = 0
 
 
@@ -136,18 +136,18 @@ class OwnEngine:
         return request
 
     def _submit(self, prompt: Prompt) -> Request:
-        """Its request; its picture is on the way to the encoder."""
+        """Its request; its image is on the way to the encoder."""
         self._number += 1
-        picture = prompt.picture
+        image = prompt.image
         request = Request(
             RequestKey(f"r{self._number}", 0),
             tuple(prompt.token_ids),
             len(prompt.token_ids),
             SamplingParams(max_tokens=prompt.num_output, ignore_eos=True),
-            () if picture is None else (picture.item(prompt.offset),),
+            () if image is None else (image.item(prompt.offset),),
         )
-        if picture is not None:
-            self._engine.encode(request.key, [picture.prepared()])
+        if image is not None:
+            self._engine.encode(request.key, [image.prepared()])
         return request
 
     async def _token_times(self, request: Request, *, for_peer: bool) -> list[float]:

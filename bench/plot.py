@@ -11,7 +11,7 @@ from pathlib import Path
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 480, 300, 60, 40, 20, 50
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5fbf", "#b8860b", "#5f6b7a", "#c77dba")
 BAR_LEFT, BAR_RIGHT, BAR_HEIGHT = 140, 70, 22
-LEGEND, MOST_TICKS = 14, 5
+LEGEND, MAX_TICKS = 14, 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def _lines(plot: Plot) -> str:
 
 def round_ticks(largest: float) -> list[float]:
     """From 0 to at least `largest`, in steps of 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(largest / MOST_TICKS))
-    step = next(k * power for k in (1, 2, 5, 10) if k * power * MOST_TICKS >= largest)
+    power = 10.0 ** math.floor(math.log10(largest / MAX_TICKS))
+    step = next(k * power for k in (1, 2, 5, 10) if k * power * MAX_TICKS >= largest)
     return [step * i for i in range(math.ceil(largest / step) + 1)]
 
 

@@ -3,7 +3,7 @@
     python bench/run.py prefill      python bench/prefill.py --rounds 9 --model DIR
 
     prefill.text      one prompt of 575 tokens, up to its first token
-    prefill.encode    one picture of 448 x 448: 1,024 patches, 256 tokens
+    prefill.encode    one image of 448 x 448: 1,024 patches, 256 tokens
 
 Their multiplications (attention over what is seen included) at the peak of a 2048^3 product, probed
 in every round, are the limit. Qwen2-VL with random weights (`random_vlm`), the model runner alone.
@@ -35,7 +35,7 @@ def main() -> None:
             runner = build(model_dir, args.threads, weights, "encoder", "prefill")
             step = step_inputs(runner, batch=1, num_new=PROMPT, context=0)
             cases["text", weights] = functools.partial(runner.execute, step)
-            cases["encode", weights] = functools.partial(runner.encode, [picture()])
+            cases["encode", weights] = functools.partial(runner.encode, [image()])
     rounds = Rounds(cases, threads=args.threads)
     rounds.run(args.rounds)
     for name, operations in (("text", text_operations()), ("encode", encode_operations())):
@@ -51,14 +51,14 @@ def main() -> None:
         print(json.dumps(line | figures), flush=True)
 
 
-def picture() -> Any:
+def image() -> Any:
     """Noise, prepared."""
     from vlm_worker.types import PreparedImage
 
     rng = np.random.default_rng(0)
     patches = rng.standard_normal((GRID[1] * GRID[2], PATCH_DIM), dtype=np.float32)
     data = patches.reshape(-1).data
-    return PreparedImage(bytes(32), GRID, random_vlm.PICTURE_TOKENS, data)
+    return PreparedImage(bytes(32), GRID, random_vlm.NUM_IMAGE_TOKENS, data)
 
 
 def text_operations(size: random_vlm.Size = random_vlm.FULL, num_tokens: int = PROMPT) -> float:
@@ -76,7 +76,7 @@ def text_operations(size: random_vlm.Size = random_vlm.FULL, num_tokens: int = P
 
 
 def encode_operations(size: random_vlm.Size = random_vlm.FULL) -> float:
-    """Of a picture; every patch sees all."""
+    """Of an image; every patch sees all."""
     num_patches, width = GRID[1] * GRID[2], size.vision_width
     layer = 2 * 12 * width**2 * num_patches + 4 * width * num_patches**2
     merged = 4 * width

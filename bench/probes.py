@@ -1,10 +1,10 @@
-"""What the machine can do at this moment: read bandwidth and speeds of products, in every round.
+"""Probes the speed of the machine in every round: read bandwidth and matrix products.
 
-Limits are made of `peak_probe`, the speed of oneDNN's product in bfloat16: what a library reaches.
-Beside it stands the peak of the processor itself (`machine_peak`), which is higher.
+Limits use `peak_probe`, the speed of oneDNN's product in bfloat16, which a library can reach. The
+peak of the processor (`machine_peak`) is higher and is reported too.
 
-What a benchmark of the model runner asks is timed between these probes, in the same rounds, so that
-whatever else the machine does slows all of them alike.
+A benchmark of the model runner is timed between these probes, in the same rounds, so that other
+work on the machine slows all of them equally.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from machine_peak import machine_peak_probe
 from sides import read_bandwidth
 
 PEAK_SIZE = 2048
-SECONDS = 0.5  # of one case in one round
-MOST_MOVED, LEAST_ROUNDS = 1.3, 3
-"""Rounds count whose limits, as probed, are within this of each other. Where fewer than so many do,
-the machine had other work: all count, the limit is not known, and `met` is null."""
+SECONDS = 0.5  # per case and round
+MAX_PROBE_RATIO, MIN_ROUNDS = 1.3, 3
+"""A round counts if its limit is within this ratio of the median round. If fewer than MIN_ROUNDS
+count, other work disturbed the machine: all rounds count, and `met` is null."""
 
 
 class Rounds:
-    """Cases measured in turn with both probes; medians of rounds.
+    """Cases that are measured in turn with the probes; results are medians of rounds.
 
     `seconds` of each case, `bandwidths`, `peaks` (oneDNN's product) and `machine_peaks` (the
-    processor's own; None if it cannot be probed) have one value a round, in bytes and operations
+    processor's own; None if it cannot be probed) have one value per round, in bytes and operations
     per second.
     """
 
@@ -44,7 +44,7 @@ class Rounds:
         self.machine_peaks: list[float | None] = []
 
     def run(self, count: int) -> None:
-        """Each case once uncounted, then so many rounds."""
+        """Run each case once as a warm-up, then `count` rounds."""
         peak = peak_probe(seconds=SECONDS)
         machine_peak = machine_peak_probe(self._threads, seconds=SECONDS)
         for run in self._cases.values():
@@ -59,9 +59,9 @@ class Rounds:
     def figures(
         self, case: Hashable, *, num_bytes: int, operations: float, goal: float | None
     ) -> dict[str, Any]:
-        """Against the longer of reading so many bytes and of so many operations, by round.
+        """Compares a case with its limit: the longer of reading its bytes and of its operations.
 
-        Medians are of the rounds that count; `rounds` says how many of how many do.
+        Medians are of the rounds that count; `rounds` has their number and the total.
         """
         limits = [
             max(num_bytes / bandwidth, operations / peak)
@@ -69,8 +69,8 @@ class Rounds:
         ]
         seconds = self.seconds[case]
         shares = [limit / each for limit, each in zip(limits, seconds, strict=True)]
-        counted = alike(limits)
-        if len(counted) < LEAST_ROUNDS:
+        counted = stable_rounds(limits)
+        if len(counted) < MIN_ROUNDS:
             counted = list(range(len(limits)))
 
         def middle(values: Sequence[float]) -> float:
@@ -98,29 +98,29 @@ class Rounds:
         if num_bytes:
             figures["gb_per_second"] = round(num_bytes / middle(seconds) / 1e9, 1)
         if goal is not None:
-            figures |= {"goal": goal, "met": share >= goal if moved <= MOST_MOVED else None}
+            figures |= {"goal": goal, "met": share >= goal if moved <= MAX_PROBE_RATIO else None}
         return figures
 
     def against(self, case: Hashable, other: Hashable) -> float:
-        """Seconds of one case over those of another, median of the rounds."""
+        """Seconds of one case divided by those of another, median of the rounds."""
         pairs = zip(self.seconds[case], self.seconds[other], strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
 
 
-def alike(limits: Sequence[float]) -> list[int]:
-    """The rounds in which the machine was as it mostly was: those around the median."""
-    middle, width = statistics.median(limits), MOST_MOVED**0.5
+def stable_rounds(limits: Sequence[float]) -> list[int]:
+    """Indices of the rounds whose limit is near the median."""
+    middle, width = statistics.median(limits), MAX_PROBE_RATIO**0.5
     return [i for i, limit in enumerate(limits) if middle / width <= limit <= middle * width]
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """What the command line says; threads that torch starts from here on wait as a worker's do."""
+    """Parse the command line. torch threads that start later wait passively, as in a worker."""
     os.putenv("OMP_WAIT_POLICY", "PASSIVE")
     return random_vlm.arguments(description, rounds=5).parse_args()
 
 
 def peak_probe(*, seconds: float) -> Callable[[], float]:
-    """Gives operations per second of a product of squares in bfloat16."""
+    """A probe of operations per second of a square bfloat16 product."""
     import torch
 
     a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).to(torch.bfloat16) for _ in range(2))
@@ -129,7 +129,7 @@ def peak_probe(*, seconds: float) -> Callable[[], float]:
 
 
 def seconds_per_call(run: Callable[[], Any], *, seconds: float) -> float:
-    """Of as many calls as fit into so many seconds."""
+    """Mean of as many calls as fit into `seconds`."""
     began, count = time.perf_counter(), 0
     while (passed := time.perf_counter() - began) < seconds:
         run()

@@ -1,7 +1,7 @@
 """A Qwen2-VL of 400 million random weights, made by code: what every engine here can run.
 
     text    24 layers x 1024, 8 heads x 128 over 2 KV heads, MLP 2816, vocabulary 32,000, head tied
-    vision  12 layers x 768; a picture of 448 x 448 is 1,024 patches and 256 tokens
+    vision  12 layers x 768; an image of 448 x 448 is 1,024 patches and 256 tokens
 
 `SMALL` has the same form at a tenth of the size, for tests.
 """
@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PICTURE_SIDE = 448
-PICTURE_TOKENS = 256
+IMAGE_SIDE = 448
+NUM_IMAGE_TOKENS = 256
 VISION_START, VISION_END, IMAGE_TOKEN, VIDEO_TOKEN = 31_990, 31_991, 31_992, 31_993
 FIRST_WORD, LAST_WORD = 300, 31_000
 
@@ -42,11 +42,11 @@ SMALL = Size(hidden=512, layers=6, heads=4, mlp=1408, vision_layers=3, vision_wi
 
 
 def make_model(
-    directory: Path, size: Size = FULL, *, max_side: int = PICTURE_SIDE, seed: int = 0
+    directory: Path, size: Size = FULL, *, max_side: int = IMAGE_SIDE, seed: int = 0
 ) -> Path:
     """Write config, image processor and bfloat16 weights into a directory.
 
-    Square pictures of up to `max_side` pixels keep their size.
+    Square images of up to `max_side` pixels keep their size.
     """
     import torch
     from transformers.models.qwen2_vl import modeling_qwen2_vl as modeling

@@ -1,18 +1,17 @@
-"""Runs the benchmarks one after another: two at once would measure each other.
+"""Runs the benchmarks one after another, so that none disturbs another.
 
-    make bench                      those that answer the goals, then the table: at most 12 minutes
-    make bench ARGS="scheduler"     one
-    make bench ARGS="tables"        those behind the other tables of docs/performance.md
-    make bench ARGS="all"           every one
-    make bench ARGS=--table         measures nothing: the tables of what was measured last
-    make bench ARGS=--document      writes them into docs/performance.md
-    make bench ARGS="--machine=amx" keeps what it measures apart: of another machine than the rest
+    make bench                      benchmarks with goals, then their table: at most 12 minutes
+    make bench ARGS="scheduler"     one benchmark
+    make bench ARGS="tables"        benchmarks of the other tables of docs/performance.md
+    make bench ARGS="all"           all benchmarks
+    make bench ARGS=--table         measures nothing, prints the tables of the latest figures
+    make bench ARGS=--document      measures nothing, writes them into docs/performance.md
+    make bench ARGS="--machine=amx" records the figures of another machine in a file of its own
 
-Each script interleaves what it compares in rounds and prints JSON lines; they are gathered, with
-what the machine is and how long each took, in bench/results/latest.jsonl; what was not run again
-stays there, if it is of this machine. One beside which the machine had other work is run once more,
-after all others, if time is left. A run that is cut, by its time or by a signal, still prints the
-table of what there is.
+Each script runs the compared programs in turn and prints JSON lines. bench/results/latest.jsonl
+collects them with the machine and the duration of each benchmark. Lines of benchmarks that did not
+run stay, if they are of this machine. A benchmark that other work disturbed runs once more at the
+end, if time is left. An interrupted run prints the table of the figures so far.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pictures
+import charts
 import table
 import tables
 from sides import seconds_of_others
@@ -40,7 +39,7 @@ DOCUMENT = HERE.parent / "docs" / "performance.md"
 LATEST = table.RESULTS / "latest.jsonl"
 GOALS_MINUTES, DAY_MINUTES = 12.0, 24 * 60.0
 MARGIN_SECONDS = 10.0
-"""For a benchmark that is cut to end what it started."""
+"""Time for an interrupted benchmark to end its processes."""
 GOALS = (
     "mixed_trace",
     "decode",
@@ -88,19 +87,19 @@ WITH_MODEL = frozenset(
         "memory",
     }
 )
-"""Those that share one model, which is made once."""
+"""Benchmarks that share one model, which is created once."""
 ALL = (*GOALS, *TABLES, *OTHERS)
 GROUPS = {"goals": GOALS, "tables": TABLES, "all": ALL}
 
 
 def main() -> int:
-    """Run what is named, or what answers the goals; draw, print; the worst exit status."""
+    """Run the named benchmarks, or those with goals; draw, print; the worst exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*GROUPS, *ALL)))
-    parser.add_argument("--table", action="store_true", help="measure nothing; every table")
-    parser.add_argument("--document", action="store_true", help=f"the same, into {DOCUMENT.name}")
-    parser.add_argument("--machine", type=_name, help="of another machine: a file of its own")
-    parser.add_argument("--minutes", type=float, help="at most; 12 for the goals alone")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print all tables")
+    parser.add_argument("--document", action="store_true", help=f"write them into {DOCUMENT.name}")
+    parser.add_argument("--machine", type=_name, help="name of another machine")
+    parser.add_argument("--minutes", type=float, help="time limit; default: 12 without names")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - {*GROUPS, *ALL})
     if unknown:
@@ -109,15 +108,15 @@ def main() -> int:
     only_tables = args.table or args.document
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     file = table.file_of(args.machine) if args.machine else LATEST
-    runs = {} if only_tables else measured(chosen(args.names), file, seconds=60 * minutes)
+    runs = {} if only_tables else measure(chosen(args.names), file, seconds=60 * minutes)
     elsewhere = table.elsewhere()
     lines = elsewhere.get(args.machine, []) if args.machine else table.recorded()
     if not args.machine:
-        pictures.write_all(lines, table.RESULTS)
+        charts.write_all(lines, table.RESULTS)
     for name in tables.TABLES if only_tables else ("goals",):
-        print(f"{name}\n\n{tables.said(name, lines)}\n")
+        print(f"{name}\n\n{tables.render(name, lines)}\n")
     if args.document:
-        text = tables.filled(DOCUMENT.read_text(), table.recorded(), elsewhere)
+        text = tables.fill(DOCUMENT.read_text(), table.recorded(), elsewhere)
         DOCUMENT.write_text(text)
     return max((run.status for run in runs.values()), default=0)
 
@@ -130,7 +129,7 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What one script said, last of all how long it took."""
+    """The output of one script; the last line is its duration."""
 
     status: int
     seconds: float
@@ -138,12 +137,12 @@ class Run:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the machine had no other work."""
+        """Whether no other work disturbed it."""
         lines = [json.loads(line) for line in self.lines]
         return all(table.is_quiet(line, lines) for line in lines)
 
     def disturbance(self) -> tuple[int, bool, float]:
-        """Less is better: of two runs that said all, the one with less other work counts."""
+        """Sort key, lower is better: more lines, then no disturbance, then less work of others."""
         return -len(self.lines), not self.is_quiet, json.loads(self.lines[-1])["by_others"]
 
 
@@ -153,8 +152,8 @@ def _name(text: str) -> str:
     return text
 
 
-def measured(names: Sequence[str], file: Path, *, seconds: float) -> dict[str, Run]:
-    """Run, print and keep what fits into so many seconds; what began but did not end, too."""
+def measure(names: Sequence[str], file: Path, *, seconds: float) -> dict[str, Run]:
+    """Run, print and record the benchmarks that fit into `seconds`, also an interrupted one."""
     end, runs = time.monotonic() + seconds - MARGIN_SECONDS, dict[str, Run]()
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
         model = Path(folder) / "model"
@@ -172,10 +171,10 @@ def measured(names: Sequence[str], file: Path, *, seconds: float) -> dict[str, R
 def _measure_all(
     names: Sequence[str], model: Path, end: float, runs: dict[str, Run], file: Path
 ) -> None:
-    """All in turn, then those again beside which the machine had other work; fills `runs`."""
+    """Run all, then the disturbed ones again; fills `runs`."""
     earlier = table.read(file)
     if earlier and {**earlier[0], "commit": ""} != {**_machine(), "commit": ""}:
-        print(f"{file.name} is of another machine, and begins anew", flush=True)
+        print(f"{file.name} has figures of another machine: it is replaced", flush=True)
         earlier = []
     for name in names:
         left = end - time.monotonic()
@@ -183,30 +182,30 @@ def _measure_all(
             runs[name] = _measure(name, model, left)
             _write(file, earlier, runs)
         else:
-            print(f"== {name} is left out: the time is over", flush=True)
+            print(f"== {name} is skipped: no time is left", flush=True)
     for name, run in list(runs.items()):
         left = end - time.monotonic()
         if not run.is_quiet and run.seconds < left:
-            print("the machine had other work: once more", flush=True)
+            print("other work disturbed it: once more", flush=True)
             runs[name] = min(run, _measure(name, model, left), key=Run.disturbance)
             _write(file, earlier, runs)
 
 
 def _write(file: Path, earlier: Sequence[table.Line], runs: Mapping[str, Run]) -> None:
-    """Replace what was said earlier of benchmarks that now gave figures."""
+    """Replace the earlier lines of benchmarks that now printed figures."""
     new = {name: run.lines for name, run in runs.items() if len(run.lines) > 1}
-    said = [json.loads(line) for lines in new.values() for line in lines]
+    added = [json.loads(line) for lines in new.values() for line in lines]
     machine = earlier[0] if earlier else _machine()
-    table.write(file, [machine, *table.beside(earlier, {"machine", *new}), *said])
+    table.write(file, [machine, *table.without(earlier, {"machine", *new}), *added])
 
 
-def _measure(name: str, model: Path, most_seconds: float) -> Run:
+def _measure(name: str, model: Path, max_seconds: float) -> Run:
     print(f"== {name}", flush=True)
     began, others = time.perf_counter(), seconds_of_others()
     command = [sys.executable, str(HERE / f"{name}.py")]
     if name in WITH_MODEL:
         command.append(f"--model={model}")
-    status, said = _ended(command, most_seconds)
+    status, output = _run(command, max_seconds)
     seconds = time.perf_counter() - began
     others = (seconds_of_others() - others) / (seconds * (os.cpu_count() or 1))
     took = {
@@ -215,28 +214,28 @@ def _measure(name: str, model: Path, most_seconds: float) -> Run:
         "by_others": round(others, 2),
         "commit": _commit(),
     }
-    lines = [*said.splitlines(), json.dumps(took)]
+    lines = [*output.splitlines(), json.dumps(took)]
     print("\n".join(lines), flush=True)
     return Run(status, seconds, lines)
 
 
-def _ended(command: Sequence[str], most_seconds: float) -> tuple[int, str]:
-    """Exit status and output; what takes longer is interrupted, ends what it started, and is 0."""
+def _run(command: Sequence[str], max_seconds: float) -> tuple[int, str]:
+    """Exit status and output. After `max_seconds` it is interrupted, and the status is 0."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            said, _ = process.communicate(timeout=most_seconds)
+            output, _ = process.communicate(timeout=max_seconds)
         except subprocess.TimeoutExpired:
-            print("cut: the time is over", flush=True)
+            print("interrupted: no time is left", flush=True)
             process.send_signal(signal.SIGINT)
             return 0, process.communicate()[0]
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             raise
-        return process.returncode, said
+        return process.returncode, output
 
 
 def _commit() -> str:
-    """What was measured, with a plus sign if files differ from it."""
+    """The measured commit, with a plus sign if files differ from it."""
     command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -8,7 +8,7 @@ these ways:
 
     full       every row is taken
     lacking    rows are free, and blocks are not
-    stalled    rows and blocks are free, and every one waits for a picture
+    stalled    rows and blocks are free, and every one waits for an image
     churn      each step one leaves, one enters and prefills, one comes, one that waits is cancelled
 
 The target of 100 us is for the first three; the last one counts two arrivals and two cancels too,
@@ -27,7 +27,7 @@ import time
 
 import numpy as np
 from core_speed import Counted, core_seconds
-from probes import MOST_MOVED
+from probes import MAX_PROBE_RATIO
 
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.persistent_batch import BatchBuilder, PersistentBatch
@@ -88,7 +88,7 @@ class Decoding:
         self.scheduler.resume(sequence)
 
     def make(self, *, stalls: bool = False) -> Sequence:
-        """A new sequence; its first token is of a picture that never comes, if it stalls."""
+        """A new sequence; its first token is of an image that never comes, if it stalls."""
         number = next(self.numbers)
         length = PROMPT + number % 50
         token_ids = (np.arange(length, dtype=np.int32) * 31 + number * 7) % 30_000 + 3
@@ -175,7 +175,7 @@ def main() -> None:
         "target_us_at_256": TARGET_US,
         "target_ratio": TARGET_RATIO,
         **counted.fields,
-        "met": met if counted.probes_moved <= MOST_MOVED else None,
+        "met": met if counted.probes_moved <= MAX_PROBE_RATIO else None,
     }
     print(json.dumps(report))
 

@@ -35,7 +35,7 @@ NAMES = ("ours", "transformers")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One request of a trace; `seed` makes its tokens and its picture."""
+    """One request of a trace; `seed` makes its tokens and its image."""
 
     num_words: int
     has_image: bool
@@ -44,14 +44,14 @@ class Call:
     num_template: int = 20
 
     def token_ids(self) -> list[int]:
-        """Template, picture, words."""
+        """Template, image, words."""
         rng = random.Random(self.seed)
         words = range(random_vlm.FIRST_WORD, random_vlm.LAST_WORD)
         plain = [rng.choice(words) for _ in range(self.num_words + self.num_template)]
         if not self.has_image:
             return plain
-        picture = [random_vlm.IMAGE_TOKEN] * random_vlm.PICTURE_TOKENS
-        return [*plain[:4], random_vlm.VISION_START, *picture, random_vlm.VISION_END, *plain[6:]]
+        image = [random_vlm.IMAGE_TOKEN] * random_vlm.NUM_IMAGE_TOKENS
+        return [*plain[:4], random_vlm.VISION_START, *image, random_vlm.VISION_END, *plain[6:]]
 
     def patches(self) -> np.ndarray:
         """Float32 `[1024, 1176]`."""
@@ -72,14 +72,14 @@ class Ours:
         return sum(map(len, self._engine.answer([self._prompt(call) for call in calls])))
 
     def _prompt(self, call: Call) -> Any:
-        from own_engine import Picture, Prompt
+        from own_engine import ImageInput, Prompt
 
         token_ids = call.token_ids()
         if not call.has_image:
             return Prompt(token_ids, call.num_output)
-        picture = Picture(call.seed, GRID, random_vlm.PICTURE_TOKENS, call.patches())
+        image = ImageInput(call.seed, GRID, random_vlm.NUM_IMAGE_TOKENS, call.patches())
         offset = token_ids.index(random_vlm.IMAGE_TOKEN)
-        return Prompt(token_ids, call.num_output, picture, offset)
+        return Prompt(token_ids, call.num_output, image, offset)
 
     def check(self) -> None:
         """Raise where a cache helped, or a request stayed behind."""
@@ -109,10 +109,10 @@ class Transformers:
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-        pictures = [torch.from_numpy(call.patches()) for call in calls if call.has_image]
-        if pictures:
-            inputs["pixel_values"] = torch.cat(pictures).to(torch.bfloat16)
-            inputs["image_grid_thw"] = torch.tensor([GRID] * len(pictures))
+        images = [torch.from_numpy(call.patches()) for call in calls if call.has_image]
+        if images:
+            inputs["pixel_values"] = torch.cat(images).to(torch.bfloat16)
+            inputs["image_grid_thw"] = torch.tensor([GRID] * len(images))
             inputs["mm_token_type_ids"] = (ids == random_vlm.IMAGE_TOKEN).int()
         num_tokens = max(call.num_output for call in calls)
         with torch.inference_mode():

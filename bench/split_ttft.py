@@ -2,7 +2,7 @@
 
     python bench/run.py split_ttft          python bench/split_ttft.py [--requests 80]
 
-`vlm-worker serve --split` of the model that ships; requests with one new picture each, one after
+`vlm-worker serve --split` of the model that ships; requests with one new image each, one after
 the other, in rounds with requests of text alone. One JSON line per kind: the 50th and 95th
 percentile of the TTFT, of each stage that ever owned time, and what `other` is of the TTFT. The
 goal is that `other` is at most 5 % or 5 ms at the 95th percentile.
@@ -45,7 +45,7 @@ async def served() -> AsyncIterator[str]:
         await process.wait()
 
 
-def picture(rng: random.Random) -> bytes:
+def image(rng: random.Random) -> bytes:
     """One that nobody has seen."""
     image = Image.new("RGB", (SIDE, SIDE), (rng.randrange(256), rng.randrange(256), 30))
     corner = rng.randrange(SIDE // 2)
@@ -81,7 +81,7 @@ async def main() -> None:
     async with served() as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         for turn in range(options.requests + WARM_UP):
             for kind in seconds:
-                body = body_of(picture(rng) if kind == "image" else None)
+                body = body_of(image(rng) if kind == "image" else None)
                 took, account = await ask_gateway(client, body)
                 if turn >= WARM_UP:
                     seconds[kind].append(took)

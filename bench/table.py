@@ -1,8 +1,8 @@
-"""Goals against what was measured: lines of results in, one row a goal out. Pure.
+"""Compares recorded lines with goals: one row per goal. Pure, except for reading and writing files.
 
-If a benchmark has several lines for one goal, the worst of them answers it. If the machine had
-other work meanwhile, a single figure neither meets nor misses. A comparison of two sides that take
-turns is known if its rounds agree, or if every round is on the same side of the bound.
+If a benchmark has several lines for one goal, the worst of them counts. If other processes used the
+machine, a single figure neither meets nor misses its goal. A comparison of two programs that run in
+turn is known if its rounds agree, or if every round is on the same side of the bound.
 """
 
 from __future__ import annotations
@@ -15,38 +15,49 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from probes import MOST_MOVED
+from probes import MAX_PROBE_RATIO
 
 Line = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("latest.jsonl", "peers.jsonl")
 OTHER = "machine-"
-MOST_BY_OTHERS = 0.1
-"""Of the processors' time."""
+MAX_BY_OTHERS = 0.1
+"""Share of processor time that other processes may use."""
 
-HEAD = ("goal", "figure", "at least", "aim", "", "bench")
+RELABELLED = {
+    "new picture": "new image",
+    "picture seen before": "cached image",
+    "picture again": "image again",
+    "pictures": "images",
+    "ttft_picture_s": "ttft_image_s",
+    "stream, made when asked": "stream, built on request",
+    "shared-memory, made when asked": "shared-memory, built on request",
+}
+"""Keys and values in lines recorded before they were renamed."""
+
+HEAD = ("figure", "measured", "goal", "aim", "result", "benchmark")
 
 
 class Verdict(enum.StrEnum):
-    """What a row says."""
+    """The result of a row."""
 
     AIM = "aim met"
     MET = "met"
     MISSED = "not met"
     SHOWN = "no goal"
-    BUSY = "not known: the machine was busy"
+    BUSY = "unknown: machine busy"
     ABSENT = "not measured"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """One line's figure.
+    """The figure of one line.
 
     Attributes:
         value: the figure.
-        is_known: False if the machine had other work and the figure may be off.
-        rounds: the same figure by round, if both sides of a comparison took turns.
+        is_known: False if other processes used the machine, so that the figure may be wrong.
+        rounds: the figure of each round, if two programs ran in turn.
     """
 
     value: float
@@ -58,9 +69,9 @@ Figure = Callable[[Sequence[Line]], list[Reading]]
 
 
 def of(bench: str, *path: str | int, **fields: object) -> Figure:
-    """The figure, or all figures, at `path` of each line of a benchmark that has these fields.
+    """The figures at `path` in each line of a benchmark with these fields.
 
-    A part of `path` is a key of an object, or the index in a list.
+    Each part of `path` is a key of an object or an index of a list.
     """
 
     def read(lines: Sequence[Line]) -> list[Reading]:
@@ -75,21 +86,20 @@ def of(bench: str, *path: str | int, **fields: object) -> Figure:
 
 
 def is_quiet(line: Line, lines: Sequence[Line]) -> bool:
-    """Whether the machine was the benchmark's own all the time.
+    """Whether no other work disturbed the benchmark.
 
-    Its probes, where it has any, found the same machine, and among the lines the one that says how
-    long it took says that no other work had much of the processors.
+    Its probes agree, if it has any, and its `took` line reports little processor time of others.
     """
     took = f"{line['bench'].partition('.')[0]}.took"
     by_others = [other.get("by_others", 0.0) for other in lines if other["bench"] == took]
     return (
-        line.get("probes_moved", 1.0) <= MOST_MOVED
-        and max(by_others, default=0.0) <= MOST_BY_OTHERS
+        line.get("probes_moved", 1.0) <= MAX_PROBE_RATIO
+        and max(by_others, default=0.0) <= MAX_BY_OTHERS
     )
 
 
 def ratio(above: Figure, below: Figure) -> Figure:
-    """One figure over another."""
+    """One figure divided by another."""
 
     def read(lines: Sequence[Line]) -> list[Reading]:
         pairs = zip(above(lines), below(lines), strict=False)
@@ -98,28 +108,29 @@ def ratio(above: Figure, below: Figure) -> Figure:
     return read
 
 
-def typical(rounds: Figure) -> Figure:
-    """The median of rounds in which both sides of a comparison took turns.
+def median_of_rounds(rounds: Figure) -> Figure:
+    """The median of rounds in which two programs ran in turn.
 
-    It is known if the rounds agree within `MOST_MOVED`: what slows both sides alike moves no ratio.
+    It is known if the rounds agree within `MAX_PROBE_RATIO`: a ratio does not change if both
+    programs slow down equally.
     """
 
     def read(lines: Sequence[Line]) -> list[Reading]:
         values = tuple(reading.value for reading in rounds(lines))
-        agree = bool(values) and max(values) <= MOST_MOVED * min(values)
+        agree = bool(values) and max(values) <= MAX_PROBE_RATIO * min(values)
         return [Reading(statistics.median(values), agree, values)] if values else []
 
     return read
 
 
-def together(*figures: Figure) -> Figure:
-    """All of them."""
+def all_of(*figures: Figure) -> Figure:
+    """The readings of all figures."""
     return lambda lines: [reading for figure in figures for reading in figure(lines)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure, what it has to reach and what it aims at; None: there is no such bound."""
+    """A figure with its goal (`least`) and its aim; None means no bound."""
 
     what: str
     bench: str
@@ -130,16 +141,16 @@ class Goal:
     """True: the bounds are upper ones."""
 
 
-def most(
+def upper_bound(
     what: str, bench: str, figure: Figure, at_most: float | None, aim: float | None = None
 ) -> Goal:
-    """A goal whose figure is better where it is smaller."""
+    """A goal whose figure is better if it is smaller."""
     return Goal(what, bench, figure, at_most, aim, is_most=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A goal and its answer; `value` is None where nothing was measured."""
+    """A goal and its result; `value` is None if nothing was measured."""
 
     goal: Goal
     value: float | None
@@ -147,7 +158,7 @@ class Row:
 
 
 def rows(lines: Sequence[Line], goals: Sequence[Goal]) -> list[Row]:
-    """One a goal, in their order."""
+    """One row per goal, in order."""
     return [_row(goal, goal.figure(lines)) for goal in goals]
 
 
@@ -199,12 +210,12 @@ def _numbers(line: Line, path: Sequence[str | int]) -> Iterable[float]:
 
 
 def cells(answers: Sequence[Row]) -> list[Sequence[str]]:
-    """A line a row, below the names of the columns."""
+    """The header, then the cells of each row."""
     return [HEAD, *(_cells(row) for row in answers)]
 
 
 def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """A table in columns of equal width; the first line names them."""
+    """A table with columns of equal width; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "| "
@@ -225,37 +236,42 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def recorded(folder: Path = RESULTS) -> list[Line]:
-    """What the latest runs left, of this machine and of peers."""
+    """Lines of the latest runs on this machine, peers included."""
     return [line for name in FILES for line in read(folder / name)]
 
 
 def elsewhere(folder: Path = RESULTS) -> dict[str, list[Line]]:
-    """What runs on other machines left, by the name that each was given."""
+    """Lines of runs on other machines, by the name of the machine."""
     files = {file.stem.removeprefix(OTHER): file for file in sorted(folder.glob(f"{OTHER}*.jsonl"))}
     return {name: read(file) for name, file in files.items()}
 
 
 def file_of(machine: str, folder: Path = RESULTS) -> Path:
-    """Where the lines of a machine elsewhere are kept."""
+    """The file with the lines of another machine."""
     return folder / f"{OTHER}{machine}.jsonl"
 
 
 def replace(file: Path, bench: str, lines: Sequence[Line]) -> None:
-    """Keep these lines in place of what the file has of this benchmark."""
-    write(file, [*beside(read(file), {bench}), *lines])
+    """Replace the lines of this benchmark in a file."""
+    write(file, [*without(read(file), {bench}), *lines])
 
 
-def beside(lines: Sequence[Line], benches: Collection[str]) -> list[Line]:
-    """Those of other benchmarks than these."""
+def without(lines: Sequence[Line], benches: Collection[str]) -> list[Line]:
+    """The lines of all other benchmarks."""
     return [line for line in lines if line["bench"].partition(".")[0] not in benches]
 
 
 def read(file: Path) -> list[Line]:
-    """All lines; none where there is no file."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """All lines, with current labels; empty if there is no file."""
+    if not file.exists():
+        return []
+    text = file.read_text()
+    for old, new in RELABELLED.items():
+        text = text.replace(f'"{old}"', f'"{new}"')
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def write(file: Path, lines: Sequence[Line]) -> None:
-    """All lines, in place of what the file has."""
+    """Replace the content of a file by these lines."""
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

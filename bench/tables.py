@@ -1,6 +1,6 @@
-"""The tables of docs/performance.md, made of recorded lines; each has its place there. Pure.
+"""The tables of docs/performance.md, rendered from recorded lines between their marks. Pure.
 
-<!-- table decode -->           <!-- table goals at amx -->      of a machine elsewhere, by name
+<!-- table decode -->           <!-- table goals at amx -->      figures of another machine, by name
 ...                             ...
 <!-- end -->                    <!-- end -->
 """
@@ -8,42 +8,44 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import table
-from goals import GOALS, OURS, PEERS, ahead_of
+from goals import GOALS, OURS, PEERS, relative_to
 from table import Line
 
 Cells = list[Sequence[str]]
 
 MARKED = re.compile(r"(<!-- table (\w+)(?: at (\w+))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 UNTIMED = frozenset({"int8_accuracy"})
+LINE = 120
 MIDDLE_AND_TAIL = ("p50_ms", "p95_ms")
 CASES = {
-    "repeated": "a picture seen before / text alone",
-    "text again": "a text's beginning seen before / text alone",
-    "picture again": "a picture's prompt seen before / new",
+    "repeated": "cached image / text alone",
+    "text again": "cached text prefix / text alone",
+    "image again": "cached image prompt / new",
 }
 
 
-def filled(
+def fill(
     text: str, lines: Sequence[Line], elsewhere: Mapping[str, Sequence[Line]] | None = None
 ) -> str:
-    """The document with every table as the lines have it now, of this machine or of one elsewhere.
+    """The document with every table rendered from the lines of this machine or of another one.
 
     Raises:
-        KeyError: the document marks a table that is none of `TABLES`, or a machine of no lines.
+        KeyError: a mark names a table that is not in `TABLES`, or a machine without lines.
     """
 
-    def written(found: re.Match[str]) -> str:
+    def table_of(found: re.Match[str]) -> str:
         of = (elsewhere or {})[found[3]] if found[3] else lines
-        return f"{found[1]}\n{said(found[2], of)}\n\n"
+        return f"{found[1]}\n{render(found[2], of)}\n\n"
 
-    return MARKED.sub(written, text)
+    return MARKED.sub(table_of, text)
 
 
-def said(name: str, lines: Sequence[Line]) -> str:
-    """One table, and whether to believe it."""
+def render(name: str, lines: Sequence[Line]) -> str:
+    """One table, with a note if other work disturbed the measurement."""
     bench, make = TABLES[name]
     used = [line for line in lines if line["bench"].partition(".")[0] == bench]
     cells = make(lines)
@@ -51,16 +53,16 @@ def said(name: str, lines: Sequence[Line]) -> str:
         return f"Not measured (`{bench}`)."
     text = table.markdown(cells)
     if bench not in UNTIMED and not all(table.is_quiet(line, lines) for line in used):
-        text += f"\n\nThe machine had other work while this was measured (`{bench}`)."
+        text += f"\n\nOther processes used the machine during this measurement (`{bench}`)."
     if name == "goals":
-        text += f"\n\n{measured_at(lines)}"
+        text += f"\n\n{textwrap.fill(measured_at(lines), LINE, break_on_hyphens=False)}"
     return text
 
 
 def measured_at(lines: Sequence[Line]) -> str:
-    """Which commits the figures belong to, and which benchmarks to each.
+    """The commits that were measured, with the benchmarks of each.
 
-    A benchmark's own line names its commit; the machine's line names that of all others.
+    A benchmark's `took` line names its commit; the machine's line names that of all others.
     """
     (others,) = [line.get("commit", "unknown") for line in _of(lines, "machine")] or ["unknown"]
     by_commit: dict[str, list[str]] = {}
@@ -73,14 +75,14 @@ def measured_at(lines: Sequence[Line]) -> str:
 
 
 def goals(lines: Sequence[Line]) -> Cells:
-    """A goal a row, with its verdict."""
+    """One row per goal, with its verdict."""
     return table.cells(table.rows(lines, GOALS))
 
 
 def peers(lines: Sequence[Line]) -> Cells:
-    """A row an engine; in brackets how far ours is ahead of it, with ~ where rounds disagree."""
+    """One row per engine; in brackets our speedup over it, with ~ if rounds disagree."""
     heads = {
-        "ttft_picture_s": "TTFT picture, s",
+        "ttft_image_s": "TTFT image, s",
         "ttft_text_s": "TTFT text, s",
         "prefill_s": "prefill, s",
         "decode1_tok_s": "decode 1, tokens/s",
@@ -91,7 +93,7 @@ def peers(lines: Sequence[Line]) -> Cells:
 
     def cell(engine: str, key: str) -> str:
         (figure,) = table.of(PEERS, key, engine=engine)(lines)
-        (ours,) = ahead_of(engine, key)(lines)
+        (ours,) = relative_to(engine, key)(lines)
         ahead = ours.value if key.endswith("tok_s") else 1 / ours.value
         sign = "" if ours.is_known else "~"
         return f"{figure.value:.3g}" + f" ({sign}{ahead:.2f})" * (engine != OURS)
@@ -104,7 +106,7 @@ def peers(lines: Sequence[Line]) -> Cells:
 
 
 def batching(lines: Sequence[Line]) -> Cells:
-    """Static against continuous."""
+    """Static and continuous batching."""
     return [
         ("", "tokens/s", "TTFT p50, ms", "p95", "latency p50, ms", "p95"),
         *(
@@ -121,18 +123,18 @@ def batching(lines: Sequence[Line]) -> Cells:
 
 
 def chunks(lines: Sequence[Line]) -> Cells:
-    """What one step computes of a long prompt."""
+    """One row per chunk size of a long prompt."""
     keys = "tokens_of_a_step", "longest_gap_ms", "ttft_of_prompt_ms"
     return [
-        ("tokens a step", "longest gap of an answer, ms", "TTFT of the prompt, ms"),
+        ("tokens per step", "longest gap of an answer, ms", "TTFT of the prompt, ms"),
         *(_numbers(*(line[key] for key in keys)) for line in _of(lines, "batching.chunks")),
     ]
 
 
 def first_token(lines: Sequence[Line]) -> Cells:
-    """A lever a row."""
+    """One row per change to the base request."""
     found = _of(lines, "ttft")
-    base = next((line["ms"] for line in found if line["what"] == "new picture"), 1.0)
+    base = next((line["ms"] for line in found if line["what"] == "new image"), 1.0)
 
     def cells(line: Line) -> Sequence[str]:
         stages = dict(line["stages"])
@@ -141,12 +143,12 @@ def first_token(lines: Sequence[Line]) -> Cells:
         times = _numbers(*large, sum(stages.values()))
         return line["what"], *_numbers(line["prompt_tokens"], line["ms"]), share, *times
 
-    stages = "media", "encode", "prefill", "the rest"
-    return [("", "prompt tokens", "TTFT, ms", "of the base", *stages), *map(cells, found)]
+    stages = "media", "encode", "prefill", "other stages"
+    return [("", "prompt tokens", "TTFT, ms", "share of base", *stages), *map(cells, found)]
 
 
 def split(lines: Sequence[Line]) -> Cells:
-    """A stage a row, where each role is a process."""
+    """One row per stage; each role is a process."""
     found = _of(lines, "split_ttft")
     names = dict.fromkeys(name for line in found for name in line["stages"])
 
@@ -161,7 +163,7 @@ def split(lines: Sequence[Line]) -> Cells:
 
 
 def decode(lines: Sequence[Line]) -> Cells:
-    """A batch size a row: its step, one with next to no work, and what it reads."""
+    """One row per batch size: a step, a step with almost no work, and the bytes read."""
     calls = {line["batch"]: line["ms"] for line in _of(lines, "decode.calls")}
 
     def cells(line: Line) -> Sequence[str]:
@@ -171,15 +173,15 @@ def decode(lines: Sequence[Line]) -> Cells:
         read = _numbers(line.get("gb_per_second"), line["read_gb_per_second"])
         return str(batch), *_numbers(*times, line["tokens_per_second"]), shares[0], *read, shares[1]
 
-    heads = "sequences", "step, ms", "without work, ms", "tokens/s", "of the limit"
+    heads = "sequences", "step, ms", "without work, ms", "tokens/s", "share of limit"
     more = "GB/s read", "GB/s probed", "int8 weights / bfloat16"
     return [(*heads, *more), *map(cells, _of(lines, "decode"))]
 
 
 def paged_attention(lines: Sequence[Line]) -> Cells:
-    """A shape a row."""
+    """One row per shape."""
     return [
-        ("heads", "sequences x tokens", "GB/s", "of bandwidth", "bfloat16 / int8 KV"),
+        ("heads", "sequences x tokens", "GB/s", "share of bandwidth", "bfloat16 / int8 KV"),
         *(
             (
                 line["shape"],
@@ -194,7 +196,7 @@ def paged_attention(lines: Sequence[Line]) -> Cells:
 
 
 def cache(lines: Sequence[Line]) -> Cells:
-    """A kind of hit a row, a model a column."""
+    """One row per kind of cache hit, one column per model."""
     found = _of(lines, "cache")
     rows = [
         (name, *(f"{line[kind]['ratio']:.2f} ({line[kind]['floor']:.2f})" for line in found))
@@ -205,7 +207,7 @@ def cache(lines: Sequence[Line]) -> Cells:
 
 
 def accuracy(lines: Sequence[Line]) -> Cells:
-    """A kind of weights a row."""
+    """One row per type of weights."""
     return [
         ("", "questions", "right", "float32's tokens"),
         *(
@@ -232,7 +234,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Line]], Cells]]] = {
     "cache": ("cache", cache),
     "accuracy": ("int8_accuracy", accuracy),
 }
-"""By the name of its place: the benchmark that it shows, and its cells."""
+"""By the name in its mark: the benchmark that it shows, and its cells."""
 
 
 def _of(lines: Sequence[Line], bench: str) -> list[Line]:
@@ -240,7 +242,7 @@ def _of(lines: Sequence[Line], bench: str) -> list[Line]:
 
 
 def _numbers(*values: float | None) -> tuple[str, ...]:
-    """Each with three digits, or more before the point."""
+    """Each with three digits, or all digits before the point."""
     return tuple(
         "" if one is None else f"{one:.3g}" if one < 1000 else f"{one:.0f}" for one in values
     )

@@ -6,7 +6,7 @@ One process offers units out of a pool (`Producer`), another pulls them over a d
 gRPC, writes them into a pool of its own and checks every digest. Blocks are gathered, and written
 each to its place, by the threads of the transfer, and another thread is told of them, as engines
 do it; rows lie side by side. The embedding's frames are built before the fetch, as encoders do
-(`Producer.prebuild_frames`), and that is not timed; fetches `made when asked` find nothing. In the
+(`Producer.prebuild_frames`), and that is not timed; fetches `built on request` find nothing. In the
 same rounds a raw TCP connection of the same two processes does `recv_into` into that pool, and one
 thread copies so many bytes by memcpy. A ratio is of speeds within a round.
 
@@ -80,7 +80,7 @@ class Consumer:
             "shared-memory": lambda name: self._pull(name, self._shared, self._link.units),
         }
         for way in AHEAD:
-            self.ways[f"{way}, made when asked"] = self.ways[way]
+            self.ways[f"{way}, built on request"] = self.ways[way]
 
     def prebuild_frames(self, name: str, way: str) -> None:
         """Have an embedding's frames made, as encoders do before anybody asks."""

@@ -1,17 +1,17 @@
-"""Time to the first token of a picture, by stage and lever by lever, against what must be computed.
+"""Time to the first token of an image, by stage and lever by lever, against what must be computed.
 
     python bench/run.py ttft             python bench/ttft.py [--rounds 5] [--model DIR]
 
 `vlm-worker serve` over HTTP with Qwen2-VL of random weights (`random_vlm`), one request at a time,
-answers of one token. The prompt is 16 words, a picture, 16 words; a lever changes one thing:
+answers of one token. The prompt is 16 words, an image, 16 words; a lever changes one thing:
 
     text alone             as many tokens, all of them words
-    new picture            448 x 448, never seen: 256 tokens                      the base
+    new image            448 x 448, never seen: 256 tokens                      the base
     fewer tokens           the same in 224 x 224: 64 tokens
-    picture seen before    new words around it: its embedding is in the cache
+    cached image         new words around it: its embedding is in the cache
     same beginning         all but the last 4 words were asked before: KV is in the cache too
 
-`against_limit` is the time over the multiplications of picture and prompt at the bfloat16 peak that
+`against_limit` is the time over the multiplications of image and prompt at the bfloat16 peak that
 is probed in the same rounds; `stages` are the gateway's own account, medians in milliseconds.
 """
 
@@ -44,7 +44,7 @@ SIDE, FEW_SIDE = 448, 224
 WORDS_AROUND, NUM_CHANGED = 16, 4
 NUM_AHEAD = 128
 GOAL, GOAL_SEEN = 1.25, 1.05
-NEW, SEEN, TEXT = "new picture", "picture seen before", "text alone"
+NEW, SEEN, TEXT = "new image", "cached image", "text alone"
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ class Asking:
         self._server = server
         self._words = WORDS.read_text().split()
         self._random = random.Random(0)
-        self._known = self._picture(SIDE)
+        self._known = self._image(SIDE)
         self._begun = self._prompt(self._known)
         self._num_tokens = 0
 
@@ -77,8 +77,8 @@ class Asking:
         self._num_tokens = self._ask(self._begun)["usage"]["prompt_tokens"]
         prompts: dict[str, Callable[[], list[dict[str, Any]]]] = {
             TEXT: self._text,
-            NEW: lambda: self._prompt(self._picture(SIDE)),
-            "fewer tokens": lambda: self._prompt(self._picture(FEW_SIDE)),
+            NEW: lambda: self._prompt(self._image(SIDE)),
+            "fewer tokens": lambda: self._prompt(self._image(FEW_SIDE)),
             SEEN: lambda: self._prompt(self._known),
             "same beginning": lambda: [*self._begun[:-1], self._some(NUM_CHANGED)],
         }
@@ -93,12 +93,12 @@ class Asking:
         return dict(send(self._server, body(content)).json())
 
     def _prompt(self, url: str) -> list[dict[str, Any]]:
-        picture = {"type": "image_url", "image_url": {"url": url}}
+        image = {"type": "image_url", "image_url": {"url": url}}
         after = self._some(WORDS_AROUND - NUM_CHANGED)
-        return [self._some(WORDS_AROUND), picture, after, self._some(NUM_CHANGED)]
+        return [self._some(WORDS_AROUND), image, after, self._some(NUM_CHANGED)]
 
     def _text(self) -> list[dict[str, Any]]:
-        """As many tokens as a prompt with a picture has."""
+        """As many tokens as a prompt with an image has."""
         around = self._num_tokens - 2 * WORDS_AROUND
         return [self._some(2 * WORDS_AROUND), self._some(around - self._template)]
 
@@ -111,7 +111,7 @@ class Asking:
         words = self._random.choices(self._words, k=count)
         return {"type": "text", "text": "".join(f" {word}" for word in words)}
 
-    def _picture(self, side: int) -> str:
+    def _image(self, side: int) -> str:
         """Noise in squares of 8 pixels, as a JPEG."""
         small = np.frombuffer(self._random.randbytes(3 * (side // 8) ** 2), np.uint8)
         image = Image.fromarray(small.reshape(side // 8, side // 8, 3)).resize((side, side))
@@ -121,7 +121,7 @@ class Asking:
 
 
 def bodies(make: Callable[[], list[dict[str, Any]]]) -> Iterator[bytes]:
-    """Requests without end. A client makes its picture before it asks: all of a run's are ahead."""
+    """Requests without end. A client makes its image before it asks: all of a run's are ahead."""
     while True:
         yield from [body(make()) for _ in range(NUM_AHEAD)]
 

@@ -1,13 +1,13 @@
-"""The time between tokens while pictures are encoded on the same GPU: a stream of their own or not.
+"""The time between tokens while images are encoded on the same GPU: a stream of their own or not.
 
-    alone     steps of decode, no pictures
+    alone     steps of decode, no images
     in turn   a call of the tower between every two steps, on their stream: no more than one waits
     beside    calls of the tower one after the other, on a stream and a thread of their own
     compiled  the same, the tower's layers compiled by torch
 
 A step is a 7B decoder's in a CUDA graph, 64 sequences, and ends when its tokens are on the host.
 The tower has Qwen2.5-VL's shapes with random weights. `calls_per_second` says what of the encoder
-each way leaves: tokens that come faster because fewer pictures are encoded are no gain.
+each way leaves: tokens that come faster because fewer images are encoded are no gain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlm_worker.model.gpu.streams import CudaStreams, OverlappedStreams, SingleS
 
 BATCH, TOTAL = 64, 1024
 PATCHES = (1024, 4096)
-"""Of one call: a picture of 448 x 448 pixels, and the engine's largest while sequences decode."""
+"""Of one call: an image of 448 x 448 pixels, and the engine's largest while sequences decode."""
 STEPS_A_ROUND = 100
 
 Tower = Callable[[], torch.Tensor]

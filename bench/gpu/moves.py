@@ -16,7 +16,7 @@ from timing import Bench, Case, report
 from vlm_kernels.gpu.gather_blocks import move_blocks
 
 BLOCKS = (1, 36, 256)
-"""36 of 16 tokens are a prompt of a picture of 448 x 448 pixels and 320 tokens of text."""
+"""36 of 16 tokens are a prompt of an image of 448 x 448 pixels and 320 tokens of text."""
 BLOCK_BYTES = 28 * 2 * 4 * 16 * 128 * 2
 """Of Qwen2.5-VL-7B in bfloat16, 16 tokens."""
 

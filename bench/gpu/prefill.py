@@ -30,7 +30,7 @@ def cases(bench: Bench) -> Iterator[Case]:
         for lengths in ((20, 9),) if bench.is_smoke else PROMPTS:
             yield functools.partial(prompts, bench, heads, lengths)
     for lengths in ((16, 5),) if bench.is_smoke else WINDOWS:
-        yield functools.partial(pictures, bench, tower(bench), lengths)
+        yield functools.partial(images, bench, tower(bench), lengths)
 
 
 def tower(bench: Bench) -> Heads:
@@ -60,7 +60,7 @@ def prompts(bench: Bench, heads: Heads, lengths: tuple[int, ...]) -> dict[str, A
     return line
 
 
-def pictures(bench: Bench, heads: Heads, lengths: tuple[int, ...]) -> dict[str, Any]:
+def images(bench: Bench, heads: Heads, lengths: tuple[int, ...]) -> dict[str, Any]:
     """Windows, in both directions."""
     shape = (sum(lengths), heads.num_heads, heads.head_dim)
     q, k, v = (bench.randn(*shape) for _ in range(3))

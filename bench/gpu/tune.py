@@ -104,7 +104,7 @@ def trials(bench: Bench) -> Iterator[Trial]:
             make = functools.partial(ours, bench, steps, bench.dtype)
             yield Trial("paged_attention", shape, heads.name, ATTENTION, make)
     heads = tower(bench)
-    make = functools.partial(pictures, bench, heads)
+    make = functools.partial(images, bench, heads)
     yield Trial("varlen_attention", f"d{heads.head_dim}", heads.name, TOWERS, make)
     for outputs, inputs in ((40, 64),) if bench.is_smoke else SHAPES:
         yield Trial(
@@ -113,7 +113,7 @@ def trials(bench: Bench) -> Iterator[Trial]:
         )  # fmt: skip
 
 
-def pictures(bench: Bench, heads: Heads) -> Callable[[], Any]:
+def images(bench: Bench, heads: Heads) -> Callable[[], Any]:
     """A tower's attention over four of them."""
     size = 16 if bench.is_smoke else 1024
     q, k, v = (bench.randn(4 * size, heads.num_heads, heads.head_dim) for _ in range(3))

@@ -51,8 +51,8 @@ class Server:
 
     def _answer(self, call: dict[str, Any]) -> int:
         prompt: Any = serving.prompt(call, self._marker)
-        if call["picture"]:
-            data = base64.b64encode(Path(call["picture"]).read_bytes()).decode()
+        if call["image"]:
+            data = base64.b64encode(Path(call["image"]).read_bytes()).decode()
             prompt = {"prompt_string": prompt, "multimodal_data": [data]}
         body = {
             "prompt": prompt,

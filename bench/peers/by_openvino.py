@@ -33,8 +33,8 @@ def main() -> None:
             config.max_new_tokens = call["num_output"]
             config.ignore_eos = True
             config.do_sample = False
-            pictures = [openvino.Tensor(_pixels(call["picture"]))] if call["picture"] else []
-            handles.append(pipeline.add_request(number, call["text"], pictures, config))
+            images = [openvino.Tensor(_pixels(call["image"]))] if call["image"] else []
+            handles.append(pipeline.add_request(number, call["text"], images, config))
         while pipeline.has_non_finished_requests():
             pipeline.step()
         return sum(len(handle.read_all()[0].generated_ids) for handle in handles)

@@ -26,20 +26,20 @@ def main() -> None:
     pad_id = tokenizer.convert_tokens_to_ids(PAD)
 
     def run(calls: Sequence[dict[str, Any]]) -> int:
-        pictures = [Image.open(call["picture"]) for call in calls if call["picture"]]
+        images = [Image.open(call["image"]) for call in calls if call["image"]]
         seen: dict[str, Any] = {}
         counts = iter(())
-        if pictures:
-            seen = dict(processor(images=pictures, return_tensors="pt"))
+        if images:
+            seen = dict(processor(images=images, return_tensors="pt"))
             seen["pixel_values"] = seen["pixel_values"].to(torch.bfloat16)
             counts = iter((seen["image_grid_thw"].prod(-1) // 4).tolist())
         texts = [
-            serving.prompt(call).replace(PAD, PAD * next(counts)) if call["picture"]
+            serving.prompt(call).replace(PAD, PAD * next(counts)) if call["image"]
             else serving.prompt(call)
             for call in calls
         ]  # fmt: skip
         inputs = {**tokenizer(texts, return_tensors="pt", padding=True), **seen}
-        if pictures:
+        if images:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == pad_id).int()
         longest = max(call["num_output"] for call in calls)
         model.generate(**inputs, max_new_tokens=longest, min_new_tokens=longest, do_sample=False)

@@ -41,8 +41,8 @@ class Server:
 
     def _answer(self, call: dict[str, Any]) -> int:
         content: list[dict[str, Any]] = [{"type": "text", "text": call["text"]}]
-        if call["picture"]:
-            data = base64.b64encode(Path(call["picture"]).read_bytes()).decode()
+        if call["image"]:
+            data = base64.b64encode(Path(call["image"]).read_bytes()).decode()
             url = {"url": f"data:image/png;base64,{data}"}
             content.insert(0, {"type": "image_url", "image_url": url})
         body = {

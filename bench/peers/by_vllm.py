@@ -40,8 +40,8 @@ def main() -> None:
     def run(calls: Sequence[dict[str, Any]]) -> int:
         prompts = []
         for call in calls:
-            pictures = {"image": Image.open(call["picture"])} if call["picture"] else {}
-            prompts.append({"prompt": serving.prompt(call), "multi_modal_data": pictures})
+            images = {"image": Image.open(call["image"])} if call["image"] else {}
+            prompts.append({"prompt": serving.prompt(call), "multi_modal_data": images})
         lengths = [
             SamplingParams(max_tokens=call["num_output"], ignore_eos=True, temperature=0)
             for call in calls

@@ -1,4 +1,4 @@
-"""What every engine is asked: text, a PNG where there is a picture, and how many tokens to answer.
+"""What every engine is asked: text, a PNG where there is an image, and how many tokens to answer.
 
 All of it is made here from seeds, so that every engine reads the same characters and pixels; each
 uses its own tokenizer and image processor on them.
@@ -19,11 +19,11 @@ NUM_DECODED = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One request; `picture` is a file."""
+    """One request; `image` is a file."""
 
     text: str
     num_output: int
-    picture: str | None = None
+    image: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,22 +34,22 @@ class Case:
     calls: tuple[Call, ...]
 
 
-def cases(round_number: int, pictures: Path) -> list[Case]:
+def cases(round_number: int, images: Path) -> list[Case]:
     """Everything that is asked in one round; nothing of it was asked before.
 
     Args:
         round_number: makes the seeds.
-        pictures: a folder that PNGs are written to.
+        images: a folder that PNGs are written to.
     """
     seeds = iter(range(round_number * 1_000, (round_number + 1) * 1_000))
 
-    def call(num_words: int, num_output: int, *, has_picture: bool = False) -> Call:
+    def call(num_words: int, num_output: int, *, has_image: bool = False) -> Call:
         seed = next(seeds)
-        picture = str(_picture(pictures, seed)) if has_picture else None
-        return Call(_text(num_words, seed), num_output, picture)
+        image = str(_image(images, seed)) if has_image else None
+        return Call(_text(num_words, seed), num_output, image)
 
     found = [
-        Case("ttft.picture", (call(32, 1, has_picture=True),)),
+        Case("ttft.image", (call(32, 1, has_image=True),)),
         Case("ttft.text", (call(290, 1),)),
         Case("prefill", (call(555, 1),)),
     ]
@@ -61,13 +61,13 @@ def cases(round_number: int, pictures: Path) -> list[Case]:
 
 
 def mixed_trace(call: Callable[..., Call]) -> list[Call]:
-    """16 requests, every second with a picture; the shape of `bench/mixed_trace.py`."""
+    """16 requests, every second with an image; the shape of `bench/mixed_trace.py`."""
     rng = random.Random(1)
     calls = []
     for number in range(16):
-        has_picture = number % 2 == 0
-        num_words = rng.choice([16, 32, 64]) if has_picture else rng.choice([64, 128, 256])
-        calls.append(call(num_words, rng.choice([32, 64, 96, 128]), has_picture=has_picture))
+        has_image = number % 2 == 0
+        num_words = rng.choice([16, 32, 64]) if has_image else rng.choice([64, 128, 256])
+        calls.append(call(num_words, rng.choice([32, 64, 96, 128]), has_image=has_image))
     return calls
 
 
@@ -76,7 +76,7 @@ def _text(num_words: int, seed: int) -> str:
     return " ".join(rng.choices(WORDS.read_text().split(), k=num_words))
 
 
-def _picture(folder: Path, seed: int) -> Path:
+def _image(folder: Path, seed: int) -> Path:
     """Soft blots of colour, 448 x 448: what no two seeds share, and every processor keeps as is."""
     from PIL import Image
 

@@ -23,12 +23,12 @@ VISION = {
     random_vlm.IMAGE_TOKEN: "<|image_pad|>",
     random_vlm.VIDEO_TOKEN: "<|video_pad|>",
 }
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
-    "{% if part['type'] in ('image', 'image_url') %}" + PICTURE + "{% else %}{{ part['text'] }}"
+    "{% if part['type'] in ('image', 'image_url') %}" + IMAGE + "{% else %}{{ part['text'] }}"
     "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

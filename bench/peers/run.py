@@ -1,4 +1,4 @@
-"""Engines against each other: the same texts, pictures and lengths, in turn, round by round.
+"""Engines against each other: the same texts, images and lengths, in turn, round by round.
 
     make bench-peers                               all that can be set up here
     make bench-peers ARGS="openvino --rounds 5"    ours and these
@@ -147,7 +147,7 @@ def main() -> int:
     line = {"bench": "peers.took", "seconds": round(took), "by_others": round(share, 2)}
     table.write(file, [*table.read(file), line])
     lines = table.elsewhere()[args.machine] if args.machine else table.recorded()
-    print(tables.said("peers", lines), tables.said("goals", lines), sep="\n\n")
+    print(tables.render("peers", lines), tables.render("goals", lines), sep="\n\n")
     return 0
 
 
@@ -265,7 +265,7 @@ def _rounds(processes: dict[str, Process], rounds: int, folder: Path) -> Iterato
 def figures_of(of_cases: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """One engine's seconds to the first token and of the trace, and tokens a second; medians."""
     rounds = {
-        "ttft_picture_s": of_cases["ttft.picture"],
+        "ttft_image_s": of_cases["ttft.image"],
         "ttft_text_s": of_cases["ttft.text"],
         "prefill_s": of_cases["prefill"],
         "trace_s": of_cases["trace"],

@@ -15,12 +15,12 @@ from typing import Any
 Run = Callable[[Sequence[dict[str, Any]]], int]
 
 USER = "<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-def prompt(call: dict[str, Any], picture: str = PICTURE) -> str:
+def prompt(call: dict[str, Any], image: str = IMAGE) -> str:
     """A call's text as the chat template writes it, for engines that take whole prompts."""
-    content = (picture if call["picture"] else "") + call["text"]
+    content = (image if call["image"] else "") + call["text"]
     return USER.format(content=content)
 
 
@@ -33,7 +33,7 @@ def serve(run: Run) -> None:
     """Answer each line of stdin on the descriptor that the command line names, until stdin ends.
 
     Args:
-        run: answers calls (`text`, `num_output`, `picture`: a file or None), all at once; returns
+        run: answers calls (`text`, `num_output`, `image`: a file or None), all at once; returns
             how many tokens it answered.
     """
     with os.fdopen(int(sys.argv[2]), "w") as out:

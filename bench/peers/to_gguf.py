@@ -1,4 +1,4 @@
-"""The model for llama.cpp: text and picture projector as GGUF, by llama.cpp's own converter.
+"""The model for llama.cpp: text and image projector as GGUF, by llama.cpp's own converter.
 
     python to_gguf.py LLAMA_CPP_SOURCE MODEL_DIR TARGET_DIR
 

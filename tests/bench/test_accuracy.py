@@ -1,4 +1,4 @@
-"""The table of accuracy in docs/performance.md: as recorded, and as the model answers here."""
+"""The table of accuracy in docs/performance.md equals the records, and the model reproduces it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import int8_accuracy
 from table import recorded
-from tables import said
+from tables import render
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 ROW = re.compile(r"^\| ([^|]+?) +\| (\d+) +\| ([\d.]+) \| ([\d.]+) +\|$", re.MULTILINE)
@@ -20,14 +20,14 @@ STANDS = DOCUMENT.read_text().split("<!-- table accuracy -->")[1].split("<!-- en
 ROWS = {name: (float(right), float(same)) for name, _, right, same in ROW.findall(STANDS)}
 
 
-def test_the_table_is_of_every_kind_and_as_it_was_recorded() -> None:
+def test_the_table_has_every_kind_and_the_recorded_figures() -> None:
     assert list(ROWS) == list(int8_accuracy.KINDS)
-    assert STANDS.strip() == said("accuracy", recorded()).strip()
+    assert STANDS.strip() == render("accuracy", recorded()).strip()
 
 
 @pytest.mark.parametrize("num_questions", [32, pytest.param(160, marks=pytest.mark.full)])
-def test_the_model_answers_as_the_table_says(num_questions: int) -> None:
-    """Kinds differ in an answer of 50: as many more may differ here as on another CPU."""
+def test_the_model_reproduces_the_table(num_questions: int) -> None:
+    """Another CPU may change as many answers as another kind of weights does: one of 50."""
     from worker.identity.questions import questions
 
     asked = [question for question in questions() if question.prepared_images][:num_questions]

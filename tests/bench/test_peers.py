@@ -1,4 +1,4 @@
-"""Peers are driven at their best recorded settings; what one is built from names its folder."""
+"""Peers run with their best recorded settings, and the name of a build contains its sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def peers_run() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its data classes look for it
+    sys.modules[spec.name] = module  # its data classes look the module up
     spec.loader.exec_module(module)
     return module
 
@@ -45,7 +45,7 @@ def test_the_settings_of_the_fastest_trace_are_used() -> None:
     assert peers_run().best_options("openvino", lines) == {"max_num_batched_tokens": 512}
 
 
-def test_without_a_sweep_or_with_one_of_other_settings_the_defaults_are_used() -> None:
+def test_without_a_sweep_of_these_settings_the_defaults_are_used() -> None:
     best = peers_run().best_options
     for name, engine in environments.ENGINES.items():
         assert best(name, []) == engine.defaults
@@ -65,21 +65,21 @@ def test_another_release_of_llama_cpp_is_another_build() -> None:
     assert environments.LLAMA_SDIST in environments.ENGINES["llama.cpp"].built_from
 
 
-def test_the_next_engine_waits_until_the_last_one_computes_no_more() -> None:
+def test_the_next_engine_waits_until_the_previous_one_stops_computing() -> None:
     computed, pauses = iter([1.0, 1.05, 1.1, 1.1001, 9.0]), []
     spun = rest.await_rest(lambda: next(computed), pauses.append)
     assert spun == pytest.approx(0.1)
     assert pauses == [rest.WINDOW_SECONDS] * 3
 
 
-def test_an_engine_that_never_rests_is_not_waited_for_forever() -> None:
+def test_the_wait_for_an_engine_is_bounded() -> None:
     pauses: list[float] = []
     spun = rest.await_rest(lambda: float(len(pauses)), pauses.append)
     assert sum(pauses) == pytest.approx(rest.PATIENCE_SECONDS)
     assert spun == len(pauses)
 
 
-def test_what_an_engine_computes_in_processes_of_its_own_counts_and_others_do_not() -> None:
+def test_only_cpu_time_of_the_engines_processes_counts() -> None:
     compute = "sum(i * i for i in range(2_000_000)); print(flush=True); input()"
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {compute!r}])"
     with subprocess.Popen(
@@ -95,7 +95,7 @@ def test_what_an_engine_computes_in_processes_of_its_own_counts_and_others_do_no
     assert rest.processor_seconds([engine.pid]) == 0.0
 
 
-async def test_ours_is_asked_at_the_url_that_serve_names_and_not_at_one_of_metrics(
+async def test_our_requests_go_to_the_api_url_and_not_to_the_metrics(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     registry = SimpleNamespace(candidates=lambda: ["worker"])
@@ -112,7 +112,9 @@ async def test_ours_is_asked_at_the_url_that_serve_names_and_not_at_one_of_metri
     assert found == ["http://127.0.0.1:1/v1"]
 
 
-def test_nothing_is_recorded_if_ours_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_recorded_if_our_engine_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run = peers_run()
     rounds = iter([run.Measured({"openvino": {}}, {"openvino": []})])
     monkeypatch.setattr(run, "_start", lambda *_: dict.fromkeys((run.OURS, "openvino")))

@@ -1,4 +1,4 @@
-"""Rounds count in which the machine was the same."""
+"""Rounds count if the machine had the same speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from probes import LEAST_ROUNDS, MOST_MOVED, Rounds, alike
+from probes import MAX_PROBE_RATIO, MIN_ROUNDS, Rounds, stable_rounds
 
 limits = st.lists(st.floats(0.1, 100), min_size=1, max_size=9)
 
@@ -19,7 +19,7 @@ limits = st.lists(st.floats(0.1, 100), min_size=1, max_size=9)
 def figures(
     peaks: list[float], seconds: list[float], machine_peaks: list[float | None] | None = None
 ) -> dict[str, object]:
-    """Of so many operations as one peak of 1 does in a second."""
+    """The figures of a case with one operation."""
     rounds = Rounds({"case": lambda: None}, threads=1)
     rounds.peaks, rounds.bandwidths = peaks, [1.0] * len(peaks)
     rounds.machine_peaks = machine_peaks or [None] * len(peaks)
@@ -28,14 +28,14 @@ def figures(
 
 
 @given(limits)
-def test_rounds_that_count_are_alike(values: list[float]) -> None:
-    counted = [values[i] for i in alike(values)]
-    assert max(counted, default=1.0) <= min(counted, default=1.0) * MOST_MOVED * (1 + 1e-9)
+def test_rounds_that_count_are_within_the_ratio(values: list[float]) -> None:
+    counted = [values[i] for i in stable_rounds(values)]
+    assert max(counted, default=1.0) <= min(counted, default=1.0) * MAX_PROBE_RATIO * (1 + 1e-9)
 
 
 @given(st.integers(1, 4), st.floats(1.31, 10))
 def test_a_minority_of_slow_rounds_changes_nothing(number: int, slower: float) -> None:
-    quiet, busy = number + LEAST_ROUNDS, number
+    quiet, busy = number + MIN_ROUNDS, number
     peaks = [1.0] * quiet + [1 / slower] * busy
     seconds = [1.25] * quiet + [100.0] * busy
     found = figures(peaks, seconds)
@@ -43,19 +43,19 @@ def test_a_minority_of_slow_rounds_changes_nothing(number: int, slower: float) -
     assert found["rounds"] == [quiet, quiet + busy]
 
 
-def test_where_no_rounds_are_alike_the_limit_is_not_known() -> None:
+def test_if_no_rounds_are_stable_the_limit_is_unknown() -> None:
     found = figures([1.0, 2.0, 4.0, 8.0], [1.0] * 4)
     assert found["met"] is None
     assert found["probes_moved"] == pytest.approx(8.0)
 
 
-def test_the_share_of_the_machines_own_peak_stands_beside_that_of_a_librarys_product() -> None:
+def test_the_share_of_the_machines_peak_is_reported_too() -> None:
     found = figures([1.0] * 3, [1.25] * 3, [2.0] * 3)
     assert (found["of_limit"], found["of_machine"]) == (0.8, 0.4)
     assert "of_machine" not in figures([1.0] * 3, [1.25] * 3, [2.0, None, 2.0])
 
 
-def test_the_machines_peak_is_probed_without_memory_and_is_none_without_a_compiler(
+def test_the_machines_peak_is_none_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import machine_peak

@@ -1,4 +1,4 @@
-"""The document's tables are those of the recorded lines, each in its place."""
+"""The tables of docs/performance.md are rendered from the recorded lines."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 from table import elsewhere, recorded
-from tables import TABLES, filled, said
+from tables import TABLES, fill, render
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 HIT = {"ratio": 1.0, "floor": 0.25}
 
 
 def peer(engine: str, seconds: float) -> dict[str, object]:
-    """An engine that takes so long for everything in one round, and half as long in the next."""
-    names = "ttft_picture_s", "ttft_text_s", "prefill_s", "trace_s"
+    """An engine that needs `seconds` for everything in one round, and half in the next."""
+    names = "ttft_image_s", "ttft_text_s", "prefill_s", "trace_s"
     speeds = {f"decode{batch}_tok_s": 32 / seconds for batch in (1, 4, 16)}
     figures = dict.fromkeys(names, seconds) | speeds
     rounds = {name: [value, value / 2] for name, value in figures.items()}
     return {"bench": "peers", "engine": engine, **figures, "per_round": rounds}
 
 
-def test_the_document_has_a_place_for_each_table() -> None:
+def test_the_document_has_a_mark_for_each_table() -> None:
     assert sorted(re.findall(r"<!-- table (\w+) -->", DOCUMENT.read_text())) == sorted(TABLES)
 
 
-def test_filling_touches_nothing_else_and_twice_is_once() -> None:
+def test_filling_changes_only_tables_and_is_idempotent() -> None:
     text = "before\n<!-- table cache -->\nold\n<!-- end -->\nafter\n"
     lines = [{"bench": "cache", "model": "m", "repeated": HIT, "text again": HIT}]
-    lines[0]["picture again"] = HIT
-    once = filled(text, lines)
+    lines[0]["image again"] = HIT
+    once = fill(text, lines)
     assert once.startswith("before\n<!-- table cache -->\n\n|")
     assert once.endswith("|\n\n<!-- end -->\nafter\n")
     assert "old" not in once
-    assert filled(once, lines) == once
+    assert fill(once, lines) == once
     whole, others = DOCUMENT.read_text(), elsewhere()
     empty: dict[str, list[dict[str, object]]] = {name: [] for name in others}
-    again = filled(filled(whole, [], empty), recorded(), others)
-    assert again == filled(whole, recorded(), others)
+    again = fill(fill(whole, [], empty), recorded(), others)
+    assert again == fill(whole, recorded(), others)
 
 
-def test_a_table_of_another_machine_is_of_its_own_lines() -> None:
+def test_a_table_of_another_machine_has_its_lines() -> None:
     lines = [{"bench": "cache", "model": "m", "repeated": HIT, "text again": HIT}]
-    lines[0]["picture again"] = HIT
-    text = filled("<!-- table cache at amx -->\n<!-- end -->\n", [], {"amx": lines})
+    lines[0]["image again"] = HIT
+    text = fill("<!-- table cache at amx -->\n<!-- end -->\n", [], {"amx": lines})
     assert text.startswith("<!-- table cache at amx -->\n\n|")
 
 
 def test_an_unknown_table_or_machine_is_an_error() -> None:
     with pytest.raises(KeyError, match="guesses"):
-        filled("<!-- table guesses -->\n<!-- end -->\n", [])
+        fill("<!-- table guesses -->\n<!-- end -->\n", [])
     with pytest.raises(KeyError, match="atari"):
-        filled("<!-- table cache at atari -->\n<!-- end -->\n", [])
+        fill("<!-- table cache at atari -->\n<!-- end -->\n", [])
 
 
-def test_what_was_not_measured_is_no_table() -> None:
+def test_a_table_without_lines_says_not_measured() -> None:
     for name in TABLES.keys() - {"goals"}:
-        assert "Not measured" in said(name, [])
+        assert "Not measured" in render(name, [])
 
 
 def test_a_table_of_a_busy_machine_says_so() -> None:
@@ -70,13 +70,13 @@ def test_a_table_of_a_busy_machine_says_so() -> None:
         {"bench": "batching.took", "by_others": 0.05},
     ]
     lines[0]["ttft_of_prompt_ms"] = 218.0
-    assert "other work" not in said("chunks", lines)
+    assert "Other processes" not in render("chunks", lines)
     lines[1]["by_others"] = 0.5
-    assert "other work" in said("chunks", lines)
+    assert "Other processes" in render("chunks", lines)
 
 
-def test_ahead_of_a_peer_is_above_one_for_times_and_speeds() -> None:
-    text = said("peers", [peer("triptych", 1.0), peer("other", 2.0)])
+def test_a_speedup_over_a_peer_is_above_one_for_times_and_speeds() -> None:
+    text = render("peers", [peer("triptych", 1.0), peer("other", 2.0)])
     ours, other = (
         [cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()[2:]
     )

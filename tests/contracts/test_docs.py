@@ -16,7 +16,7 @@ PAGES = sorted(
 MAX_LINE = 130  # text is wrapped at 120; a rename may make a line longer
 WIDE = ("api.md",)  # generated
 PROSE = [
-    page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if page.name not in WIDE
+    page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.name not in WIDE
 ]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)|!\[[^\]]*\]\(([^)\s]+)\)")
 WALK_BUDGETS = {"docs/request.md": 2300, "docs/vlmservice.md": 1500}

@@ -1,4 +1,4 @@
-"""Plots show the numbers that were recorded."""
+"""Plots show the recorded numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from pictures import first_token, write_all
-from plot import HEIGHT, MOST_TICKS, WIDTH, Bars, Line, Plot, draw, round_ticks
+from charts import first_token, write_all
+from plot import HEIGHT, MAX_TICKS, WIDTH, Bars, Line, Plot, draw, round_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 sizes = st.floats(0.1, 1e4)
@@ -24,7 +24,7 @@ def elements(plot: Plot | Bars, tag: str) -> list[ElementTree.Element]:
 
 
 @given(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=4))
-def test_bars_are_as_long_as_their_sums(rows: list[tuple[float, float]]) -> None:
+def test_the_length_of_a_bar_is_its_sum(rows: list[tuple[float, float]]) -> None:
     plot = Bars("ms", {f"row {i}": {"a & b": a, "c": c} for i, (a, c) in enumerate(rows)})
     drawn = [float(rect.attrib["width"]) for rect in elements(plot, "rect")][: 2 * len(rows)]
     lengths = [a + c for a, c in zip(drawn[::2], drawn[1::2], strict=True)]
@@ -33,7 +33,7 @@ def test_bars_are_as_long_as_their_sums(rows: list[tuple[float, float]]) -> None
 
 
 @given(st.lists(sizes, min_size=2, max_size=6))
-def test_lines_rise_with_their_numbers_and_stay_inside(values: list[float]) -> None:
+def test_curves_rise_with_their_values_and_stay_inside_the_plot(values: list[float]) -> None:
     plot = Plot("ms", "requests", [Line("ours", list(enumerate(values, start=1)))])
     (drawn,) = elements(plot, "polyline")
     points = [tuple(map(float, pair.split(","))) for pair in drawn.attrib["points"].split()]
@@ -44,25 +44,25 @@ def test_lines_rise_with_their_numbers_and_stay_inside(values: list[float]) -> N
 
 
 @given(sizes)
-def test_ticks_are_few_and_reach_just_above_the_largest(largest: float) -> None:
+def test_ticks_are_few_and_end_just_above_the_largest_value(largest: float) -> None:
     ticks = round_ticks(largest)
-    assert len(ticks) <= MOST_TICKS + 1
+    assert len(ticks) <= MAX_TICKS + 1
     assert ticks[-2] < largest <= ticks[-1] * (1 + 1e-9)
 
 
-def test_stages_that_take_little_are_drawn_as_one() -> None:
+def test_small_stages_are_drawn_as_one() -> None:
     stages = {"gateway": 1.0, "media": 2.0, "encode": 500.0, "prefill": 300.0}
-    bars = first_token([{"bench": "ttft", "what": "new picture", "stages": stages}])
+    bars = first_token([{"bench": "ttft", "what": "new image", "stages": stages}])
     assert bars is not None
-    assert bars.rows == {"new picture": {"encode": 500.0, "prefill": 300.0, "the rest": 3.0}}
+    assert bars.rows == {"new image": {"encode": 500.0, "prefill": 300.0, "other stages": 3.0}}
 
 
-def test_a_part_without_a_name_is_in_no_legend() -> None:
-    rows = {"text": {"": 2.0}, "picture": {"": 3.0}}
+def test_a_part_without_a_name_is_not_in_the_legend() -> None:
+    rows = {"text": {"": 2.0}, "image": {"": 3.0}}
     assert len(elements(Bars("ms", rows), "rect")) == len(rows)
 
 
-def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
+def test_only_recorded_plots_are_drawn(tmp_path: Path) -> None:
     write_all([], tmp_path)
     assert not list(tmp_path.iterdir())
     write_all([{"bench": "curves.kv", "side_pixels": 448, "kv_bytes": 1 << 20}], tmp_path)

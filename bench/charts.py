@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md, from recorded lines."""
+"""Draws the plots of docs/performance.md from recorded lines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from plot import Bars, Line, Plot, write_svg
 CACHED = {
     "empty": "two words",
     "text": "text alone",
-    "new": "new picture",
-    "repeated": "picture seen before",
-    "text again": "text's beginning",
-    "picture again": "picture's prompt",
+    "new": "new image",
+    "repeated": "cached image",
+    "text again": "cached text prefix",
+    "image again": "cached image prompt",
 }
 LITTLE = 0.005
-"""Of the longest bar: stages that nowhere take more are drawn as one."""
+"""Share of the longest bar. Stages that never take more are drawn as one."""
 
 
 def write_all(lines: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Draw what the lines have."""
+    """Draw every plot that has lines."""
     files = {
         "latency.svg": [between_tokens(lines), decode_steps(lines)],
         "first-token.svg": [first_token(lines), cache_hits(lines)],
         "batching.svg": [ways_of_batching(lines), chunks_of_prompts(lines)],
-        "memory.svg": [read_in_decode(lines), kv_of_pictures(lines)],
+        "memory.svg": [read_in_decode(lines), kv_of_images(lines)],
     }
     for name, plots in files.items():
         found = [plot for plot in plots if plot is not None]
@@ -35,17 +35,17 @@ def write_all(lines: Sequence[dict[str, Any]], folder: Path) -> None:
 
 
 def between_tokens(lines: Sequence[dict[str, Any]]) -> Plot | None:
-    """Median gap by requests at once, a line for each number of visual tokens."""
+    """Median gap by concurrency, one curve per number of visual tokens."""
     points: dict[int, list[tuple[float, float]]] = {}
     for line in _of(lines, "curves.itl"):
         points.setdefault(line["visual_tokens"], []).append((line["concurrency"], line["p50_ms"]))
     curves = [Line(f"{number} visual tokens", kept) for number, kept in points.items()]
     title = "small model: time between tokens, median, ms"
-    return Plot(title, "requests at once", curves) if curves else None
+    return Plot(title, "concurrent requests", curves) if curves else None
 
 
 def decode_steps(lines: Sequence[dict[str, Any]]) -> Plot | None:
-    """A step of decode, in bfloat16 and int8, and the limit."""
+    """A decode step in bfloat16 and int8, and its limit."""
     found = _of(lines, "decode")
     kinds = {
         "bfloat16": lambda line: line["ms"],
@@ -60,7 +60,7 @@ def decode_steps(lines: Sequence[dict[str, Any]]) -> Plot | None:
 
 
 def first_token(lines: Sequence[dict[str, Any]]) -> Bars | None:
-    """Stages of TTFT, a bar a case."""
+    """Stages of TTFT, one bar per case."""
     rows: dict[str, Mapping[str, float]] = {
         line["what"]: line["stages"] for line in _of(lines, "ttft")
     }
@@ -77,22 +77,22 @@ def first_token(lines: Sequence[dict[str, Any]]) -> Bars | None:
     bars = {
         what: {
             **{name: stages.get(name, 0.0) for name in large},
-            "the rest": sum(ms for name, ms in stages.items() if name not in large),
+            "other stages": sum(ms for name, ms in stages.items() if name not in large),
         }
         for what, stages in rows.items()
     }
     return Bars("400M model: time to the first token, ms", bars)
 
 
-def kv_of_pictures(lines: Sequence[dict[str, Any]]) -> Plot | None:
-    """KV by the side of a square picture."""
+def kv_of_images(lines: Sequence[dict[str, Any]]) -> Plot | None:
+    """KV of a request by the side length of its square image."""
     points = [(line["side_pixels"], line["kv_bytes"] / 2**20) for line in _of(lines, "curves.kv")]
     title = "small model: KV of a request, MiB"
-    return Plot(title, "side of its picture, pixels", [Line("", points)]) if points else None
+    return Plot(title, "side of the image, pixels", [Line("", points)]) if points else None
 
 
 def cache_hits(lines: Sequence[dict[str, Any]]) -> Bars | None:
-    """TTFT of what was seen before and what was not, of the larger model."""
+    """TTFT with and without cache hits, larger model."""
     found = [line["ms"] for line in _of(lines, "cache")]
     if not found:
         return None
@@ -101,7 +101,7 @@ def cache_hits(lines: Sequence[dict[str, Any]]) -> Bars | None:
 
 
 def ways_of_batching(lines: Sequence[dict[str, Any]]) -> Plot | None:
-    """Waits by their share of the requests, static and continuous."""
+    """Latency percentiles of static and continuous batching."""
     curves = [
         Line(
             f"{line['what']}, {name}",
@@ -110,12 +110,12 @@ def ways_of_batching(lines: Sequence[dict[str, Any]]) -> Plot | None:
         for line in _of(lines, "batching.trace")
         for name, kind in (("last token", "latency_ms"), ("first token", "ttft_ms"))
     ]
-    title = "small model: ms to a request's token, at most"
-    return Plot(title, "% of requests", curves) if curves else None
+    title = "small model: time to a token by percentile, ms"
+    return Plot(title, "percentile of requests", curves) if curves else None
 
 
 def chunks_of_prompts(lines: Sequence[dict[str, Any]]) -> Plot | None:
-    """What a long prompt waits, and what an answer beside it does, by the size of its chunks."""
+    """TTFT of a long prompt, and the longest gap of a running answer, by chunk size."""
     found = sorted(_of(lines, "batching.chunks"), key=lambda line: line["tokens_of_a_step"])
     kinds = {
         "longest gap in an answer": "longest_gap_ms",
@@ -125,14 +125,14 @@ def chunks_of_prompts(lines: Sequence[dict[str, Any]]) -> Plot | None:
         Line(name, [(line["tokens_of_a_step"], line[key]) for line in found])
         for name, key in kinds.items()
     ]
-    title = "small model: prefill in chunks, ms"
-    return Plot(title, "tokens of a step", curves) if found else None
+    title = "small model: chunked prefill, ms"
+    return Plot(title, "tokens per step", curves) if found else None
 
 
 def read_in_decode(lines: Sequence[dict[str, Any]]) -> Plot | None:
-    """Weights and KV that a step reads a second, and what the machine can."""
+    """Bytes of weights and KV that a step reads per second, and the probed bandwidth."""
     found = [line for line in _of(lines, "decode") if "gb_per_second" in line]
-    kinds = {"read in a step": "gb_per_second", "probed beside it": "read_gb_per_second"}
+    kinds = {"read in a step": "gb_per_second", "probed in the same round": "read_gb_per_second"}
     curves = [
         Line(name, [(line["batch"], line[key]) for line in found]) for name, key in kinds.items()
     ]
