@@ -1,10 +1,10 @@
-"""Which policy serves whom: a mixed trace under `fcfs` and `dual_queue`, in simulated time.
+"""Waiting times of a mixed trace under `fcfs` and `dual_queue`, in simulated time.
 
     python bench/admission.py        one JSON object on stdout, in a few seconds
 
-The scheduler is the real one; a step takes 8 ms + 40 us a token, whoever runs. Half of the requests
-ask about an image (800 to 2,500 tokens), half are text (20 to 200). Requests come at random, below
-and above what can be served. Seconds to the first token, mean and 95th percentile, by lane.
+It uses the real scheduler; a step takes 8 ms + 40 us per token. Half of the requests have an image
+(800 to 2,500 tokens), half are text (20 to 200). Requests arrive at random, below and above the
+capacity. The output is TTFT in seconds, mean and 95th percentile, per lane.
 """
 
 from __future__ import annotations

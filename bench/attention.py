@@ -2,9 +2,9 @@
 
     python bench/run.py attention      python bench/attention.py --threads 2 --rounds 7
 
-Rounds of the native kernel, SDPA, and a square product that probes the peak, in turn.
-`against_sdpa` is SDPA's time over ours, `of_peak` our floating-point operations per second (two
-products of what each query sees) over the probe's; medians over rounds.
+The native kernel, SDPA and a square product that probes the peak run in turn. `against_sdpa` is
+SDPA's time divided by ours. `of_peak` is our operations per second (two products over the attended
+keys) divided by the probe's. Both are medians over rounds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""What continuous batching and chunked prefill are worth, with one engine on one trace.
+"""Continuous batching and chunked prefill against static batching and whole prompts.
 
     python bench/run.py batching         python bench/batching.py [--rounds 3]
 
-    batching.trace   40 requests, a third with an image, answers of 8 to 128 tokens, that come at
-                     random. `continuous`: each enters the next step. `static`: those that came
-                     while a batch ran are the next one, up to 16, which ends with its longest
-    batching.chunks  one answer is decoded when a prompt of 2,000 words comes, of which a step
-                     computes at most so many tokens: the longest gap in the answer, and the
-                     prompt's time to its first token
+    batching.trace   40 requests, a third with an image, at random; answers of 8 to 128 tokens.
+                     `continuous`: a request joins the next step. `static`: requests that arrive
+                     during a batch form the next one, of at most 16
+    batching.chunks  a prompt of 2,000 words arrives while another request decodes. One row per
+                     chunk size: the longest gap of the answer, and the TTFT of the prompt
 
-On the small random Qwen2-VL (`random_vlm`), bfloat16; ways alternate in rounds, the first is not
-counted. Latency is from arrival to the last token, of all requests of all rounds.
+Small random Qwen2-VL (`random_vlm`), bfloat16. Rounds alternate; the first is a warm-up. Latency is
+from arrival to the last token, over all requests of all rounds.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What large bodies of one client do to the streams of others: the gaps between their tokens.
+"""How large bodies of one client delay the streams of others: the gaps between their tokens.
 
     python bench/body_shapes.py [--rounds 3] [--seconds 2] [--streams 8] [--senders 2]
 
-A gateway and a worker with arithmetic for a model are processes of their own. Streams run without
-pause. For each shape, other connections send bodies of 31 MiB of that shape, one after another,
-from a process of their own, at the lowest priority: it stands for other machines. Rounds alone and
-under load take turns. One JSON line per shape has the 99th percentile of the gaps alone and under
-load, the median of the rounds' ratios, the ratio of each, and how the bodies were answered.
+A gateway and a worker with a stub model are separate processes. Streams run without pause. For each
+shape, other connections send bodies of 31 MiB of that shape, one after another, from a process with
+the lowest priority, which simulates other machines. Rounds with and without bodies alternate. One
+JSON line per shape has the 99th percentile of the gaps in both, the ratio of each round with its
+median, and the responses to the bodies.
 
-"to a sink" is the control: the bodies go to a process that only reads them, as fast as a gateway
-does. Its ratio is what sending costs the streams on this machine.
+"to a sink" is the control: the bodies go to a process that only reads them. Its ratio is the cost
+of sending on this machine.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""What the caches are worth: the time to an answer's first token, over HTTP, one request at a time.
+"""TTFT with cache hits, over HTTP, one request at a time.
 
     python bench/run.py cache            python bench/cache.py [--model DIR] [--rounds 15]
 
-All prompts of a round have as many tokens. An image is 256 of them, seven tenths of the text
-stand before it, and no text comes twice except where a prefix is to be found:
+All prompts of a round have the same number of tokens. An image has 256 of them and is preceded by
+seven tenths of the text. No text is repeated except as a prefix:
 
     text            text alone                                              goal
-    new             an image that was never seen
-    repeated        an image seen before, after new text                   <= 1.05 x text
-    text again      text, its last words changed                            <= 0.20 x text
-    image again   new, its last words changed                             <= 0.20 x new
+    new             a new image
+    repeated        a cached image, after new text                          <= 1.05 x text
+    text again      text with other last words                              <= 0.20 x text
+    image again     new with other last words                               <= 0.20 x new
 
-`vlm-worker serve` answers, its token cache warm. Every round measures all of them in turn; a figure
-is the median over rounds of the ratio within a round, so that a slow moment falls on all; `cpu` is
-the same of the processor time that the server took, which other processes hardly touch. Measured
-on `shapes`, where the way through HTTP is most of the time, and on random weights of the same form
-with 8 layers of 512, where the model is. What bounds each ratio from below is in the last column:
-`floor`, the share of an empty request (two tokens of text) in the prompt that it is compared with.
+`vlm-worker serve` answers; its token cache is warm. Every round measures all of them. A figure is
+the median of the ratios within a round. `cpu` is the same for the processor time of the server,
+which other processes hardly affect. The models are `shapes`, for which HTTP takes most of the time,
+and random weights of the same form with 8 layers of 512. `floor` is the share of an empty request
+(two tokens of text) in the prompt that a row is compared with: no ratio can be lower.
 """
 
 from __future__ import annotations

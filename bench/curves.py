@@ -1,14 +1,13 @@
-"""Two curves that choose a service's limits: time between tokens, and KV by resolution.
+"""Time between tokens by concurrency, and KV by image resolution.
 
     python bench/run.py curves           python bench/curves.py [--tokens 24] [--threads 2]
 
-    curves.itl   gaps between the tokens of an answer, while 1 to 16 requests with images of 0 to
-                 256 visual tokens are answered at once, all put in the same moment; `p50` is the
-                 decode step, `max` holds a step that also computes somebody's prompt
-    curves.kv    KV bytes that a request with one square image holds after its first token, and
-                 what the formula says: tokens, rounded up to blocks, times the bytes of one
+    curves.itl   gaps between tokens of 1 to 16 concurrent requests with 0 to 256 visual tokens.
+                 `p50` is a decode step; `max` contains a step that also computes a prompt
+    curves.kv    KV bytes of a request with one square image after its first token, measured and by
+                 formula: tokens, rounded up to blocks, times bytes per token
 
-On the small random Qwen2-VL (`random_vlm`), bfloat16. One JSON line a point, about a minute.
+Small random Qwen2-VL (`random_vlm`), bfloat16. One JSON line per point, about a minute.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Decode steps against what the machine can do: time of a step over the limit's, per batch size.
+"""Decode steps as a share of the limit of the machine, per batch size.
 
     python bench/run.py decode      python bench/decode.py --rounds 9 --model DIR
 
-The limit of a step in bfloat16 is the longer of two: reading weights and KV once at the read
-bandwidth, and multiplying at the peak, both probed in every round (`probes`). Qwen2-VL with random
-weights (`random_vlm`), the model runner alone: no engine, greedy sampling included. One JSON line
-per batch size; `int8_ratio` is the time of a step with `--weights=int8`, in the same rounds.
-One more line a batch size, `decode.calls`, says what a step costs besides: it is one of as many
-layers that are an eighth as wide, where there is next to nothing to read or to multiply.
+The limit of a bfloat16 step is the longer of two: reading weights and KV once at the read
+bandwidth, and multiplying at the peak, both probed in every round (`probes`). It runs the model
+runner alone with Qwen2-VL of random weights (`random_vlm`): no engine, greedy sampling included.
+One JSON line per batch size; `int8_ratio` is the time of a step with `--weights=int8` divided by
+that in bfloat16. A second line, `decode.calls`, is a step of as many layers that are an eighth as
+wide: it has almost nothing to read or multiply.
 """
 
 from __future__ import annotations

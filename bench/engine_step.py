@@ -1,17 +1,16 @@
-"""What the engine itself takes of a decode step: between one call of the model and the next.
+"""The engine's own time per decode step: between two calls of the model.
 
     python bench/run.py engine_step      python bench/engine_step.py [--rounds 7]
 
-The engine on its thread, over a model of arithmetic that holds no lock for 5 ms a step, as a real
-one in C++ does; meanwhile the event loop hands out the tokens. What is counted is the time on the
-engine's thread from the end of one decode step to the start of the next: books, events, schedule,
-inputs, and all that it waits for. A round is one run of each number of running sequences, and its
-figure the median of that run's steps; `cpu_us_per_sequence` is the thread's processor time of it,
-which leaves out what others on the machine, and the loop, keep it waiting.
+The engine thread runs a stub model that releases the interpreter for 5 ms per step, as a C++ model
+does; meanwhile the event loop delivers tokens. Measured is the time on the engine thread from the
+end of a step to the start of the next: bookkeeping, events, schedule, inputs, and waiting. A round
+runs each number of sequences once; its figure is the median of the steps. `cpu_us_per_sequence` is
+the thread's processor time, without waiting for the loop or other processes.
 
-These are microseconds, and the core has a speed of its own. So each step of the model begins with a
-piece of work that never changes (`core_speed`), as cold as the engine's own; figures are medians of
-the rounds in which that took alike, `rounds` says of how many, and `us_per_step_by_round` has all.
+The speed of the core changes. So each step begins with a fixed amount of work (`core_speed`).
+Figures are medians of the rounds with a similar probe, `rounds` has their number, and
+`us_per_step_by_round` has all rounds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the gateway itself adds to the time to first token, at one request in flight.
+"""What the gateway adds to TTFT with one request in flight.
 
     python bench/gateway_overhead.py [--requests 200]
 
-Encoder, prefill and decode are processes of their own with arithmetic for a model. The same request
-goes in turn through the gateway (HTTP, until the first token's bytes) and straight to the workers
-(Encode, Reserve, Prefill over gRPC, until FirstToken); what is added is the difference of both. One
-JSON line per kind of request, with the shares `gateway` and `other` of the gateway's own account.
+Encoder, prefill and decode are separate processes with a stub model. The same request alternates
+between the gateway (HTTP, until the bytes of the first token) and the workers directly (Encode,
+Reserve, Prefill over gRPC, until FirstToken). The difference is the overhead. One JSON line per
+kind of request, with the stages `gateway` and `other` as the gateway reports them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Decode and prefill alone, ours against transformers' `generate`, on the model of the trace.
+"""Decode and prefill separately, against transformers' `generate`, with the model of `mixed_trace`.
 
     python bench/run.py generate         python bench/generate.py --rounds 5 --threads 2
 
-    generate.decode     64 tokens of 1, 4 and 16 answers at once: the time for 65 less that for 1
+    generate.decode     64 tokens of 1, 4 and 16 concurrent answers: the time for 65 less that for 1
     generate.prefill    one prompt of 575 tokens, up to its first token
 
-One JSON line a case, with tokens per second; both sides in turn (`sides`), each prompt new.
+One JSON line per case, in tokens per second. Both sides run in turn (`sides`); no prompt repeats.
 """
 
 from __future__ import annotations

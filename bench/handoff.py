@@ -1,16 +1,15 @@
-"""What a handoff of KV from prefill to decode adds to an answer, and what overlap saves.
+"""The time that a KV handoff from prefill to decode adds, with and without overlap.
 
     python bench/run.py handoff          python bench/handoff.py [--rounds 2] [--only small]
 
 Two `vlm-worker` processes on this machine, random weights (`random_vlm`), over data connections.
 
-    small   575 tokens, 14 MB       at most 3 % of the time of prefill stays exposed
-    large   3,584 tokens, 352 MB    KV heads as many as heads, chunks of 512 tokens; exposed at most
-                                    0.25 of what it is where decode is called after prefill
+    small   575 tokens, 14 MB       exposed: at most 3 % of the time of prefill
+    large   3,584 tokens, 352 MB    one KV head per head, chunks of 512 tokens; exposed: at most
+                                    0.25 of the time if decode is called after prefill
 
-Exposed is the gap between the first two tokens less the usual gap. Both ways alternate in rounds.
-The pools hold two prompts, so that after the first round, which is not counted, all of their memory
-was written before.
+Exposed is the gap between the first two tokens less the usual gap. Both ways alternate. The pools
+hold two prompts, and the first round is a warm-up, so that later rounds write no new memory.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Everything hostile at once, against a whole service: each process within its declared bytes.
+"""Many kinds of hostile load at once: the memory of each process against its declared bytes.
 
     python bench/hostile_mix.py [--model DIR] [--side 1022] [--images 4] [--calls 40] ...
 
-`vlm-worker serve --split` with real weights, one process for each role. At once: requests of large
-flat images whose files are tiny, `--waiting` text requests with long answers, `--slow` uploads that
-never end, and deep and wide JSON: 900 clients. Each well-formed request comes back when it is told
-to, until it is answered. With `--max-pixels` the model sees images so large. Each process declares
-`triptych_memory_declared_bytes`. `peak_bytes` is the resident maximum of the process,
-`decoders_bytes` that of its decode children together. One JSON line a process, and one of what
-became of the requests.
+`vlm-worker serve --split` with real weights, one process per role. 900 clients send at once:
+requests with large flat images in tiny files, `--waiting` text requests with long answers, `--slow`
+uploads that never end, and deep and wide JSON. A refused well-formed request is retried after
+`Retry-After` until it is answered. `--max-pixels` lets the model see images of that size.
+
+Each process declares `triptych_memory_declared_bytes`. `peak_bytes` is its peak resident memory,
+`decoders_bytes` that of its decode processes together. One JSON line per process, and one with the
+outcomes of the requests.
 """
 
 from __future__ import annotations

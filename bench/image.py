@@ -1,12 +1,11 @@
-"""A JPEG's file to normalised patches, over Pillow's decoding, resizing and numpy's normalising.
+"""A JPEG file to normalised patches, against Pillow's decoding and resizing and numpy.
 
     python bench/run.py image
 
-One thread, CPU time, rounds that interleave both; memory for pixels is kept from image to
-image, as in a decode child. The goal is at most 0.35 of Pillow's time at both sizes, and a mean
-difference of at most 1e-3 in normalised units; it is 0, as the patches are compared with those that
-Pillow's own resizing gives. `parts` are ours: decoding, resizing, and what is left of making
-patches. `dct` is the same under `--jpeg-scaling=dct`, with its own differences.
+One thread, CPU time, both in turn. Memory for pixels is reused between images, as in a decode
+process. The goal is at most 0.35 of Pillow's time at both sizes, and a mean difference of at most
+1e-3 in normalised units; it is 0. `parts` are the times of decoding, resizing and making patches.
+`dct` is the same with `--jpeg-scaling=dct`.
 """
 
 from __future__ import annotations

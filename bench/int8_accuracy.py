@@ -1,10 +1,10 @@
-"""What int8 costs: answers to held-out questions of `shapes`, exact match, per kind of weights.
+"""Accuracy with int8: answers to held-out questions of `shapes`, exact match.
 
     python bench/run.py int8_accuracy      python bench/int8_accuracy.py --questions 40
 
-The same questions about images that no training saw, greedily answered by the model runner in
-float32, in bfloat16, with `--weights=int8` and with `--kv-dtype=int8`. One JSON line each: the
-share that is right, and the share that has float32's tokens, right or wrong.
+The model runner answers the same questions about held-out images greedily in float32, in bfloat16,
+with `--weights=int8` and with `--kv-dtype=int8`. One JSON line each: the share of right answers,
+and the share of answers with the tokens of float32.
 """
 
 from __future__ import annotations

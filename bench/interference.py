@@ -1,17 +1,17 @@
-"""Time between tokens while images arrive: roles split over the cores, or one worker on all.
+"""Time between tokens while images arrive: one core per role, or one worker on all cores.
 
     python bench/run.py interference     python bench/interference.py [--seconds 12]
 
-Workers with Qwen2-VL of random weights (`random_vlm`). One long answer of text is decoded, first at
-rest, then while new 448 x 448 images are encoded and their prompts prefilled, 0.4 a second: as
-many as one core can do, so that both deployments do the same work.
+Workers with Qwen2-VL of random weights (`random_vlm`) decode one long text answer, first without
+load, then while 0.4 new images of 448 x 448 per second are encoded and prefilled. One core can do
+that many, so both deployments do the same work.
 
     split        encoder and prefill on core 0, decode on core 1, one thread each
-    colocated    one worker, a thread on each of both cores
+    colocated    one worker, one thread per core
 
-The goal is that p99 under load is lower if split, with no image less done but the one in flight;
-the aim, 1.5 of the median at rest. Medians and tokens stand beside it: split decodes on one core of
-two, so it may decode fewer tokens while its p99 is lower.
+The goal is a lower p99 under load if split, with at most one image less (the one in flight). The
+aim is 1.5 of the median without load. Medians and tokens are reported too: split decodes on one
+core of two, so it may decode fewer tokens with a lower p99.
 """
 
 from __future__ import annotations

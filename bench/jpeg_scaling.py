@@ -1,12 +1,11 @@
-"""What `--jpeg-scaling=dct` costs in accuracy: pixels, embeddings and answers of `shapes`.
+"""Accuracy with `--jpeg-scaling=dct`: pixels, embeddings and answers of `shapes`.
 
     python bench/jpeg_scaling.py --questions 48        about a minute
 
-Held-out images that no training saw, enlarged, with some grain, as JPEG of quality 90; the model
-sees them at their own size again, so that they are decoded at 1/2, 1/4 and 1/8. Against decoding
-all pixels: how far pixels differ, in levels of a byte; how far the encoder's rows differ, in ratio
-to their length; how many answers are right, and how many are the same tokens. The model computes in
-float32. One JSON line for each divisor.
+Held-out images are enlarged, get some grain, and become JPEGs of quality 90. The model needs their
+original size, so they are decoded at 1/2, 1/4 and 1/8. Compared with full size: the difference of
+pixels in levels of a byte, the difference of embedding rows relative to their length, the share of
+right answers, and the share of equal tokens. Computed in float32. One JSON line per divisor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The peak of the processor itself, probed with registers alone: no library's product reaches it.
+"""Probes the peak of the processor with registers only.
 
-`probes.peak_probe` times oneDNN's product, which is what others get; a limit of that name can be
-beaten. This one cannot: `machine_peak.cpp` keeps the multipliers busy and reads no memory.
+`probes.peak_probe` times oneDNN's product, which other code can exceed. `machine_peak.cpp` keeps
+the multipliers busy and reads no memory, so nothing exceeds it.
 """
 
 from __future__ import annotations

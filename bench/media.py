@@ -1,9 +1,9 @@
-"""From the bytes of an image to its patches: what each part takes, and what simplejpeg saves.
+"""From the bytes of an image to its patches: the time of each part, and of simplejpeg.
 
     python bench/run.py media
 
-One thread, in this process. JPEG decoding by Pillow and by what the decode child does are
-interleaved and compared pixel by pixel; then the parts of one image's way, by format and size.
+One thread, in this process. JPEG decoding by Pillow and by the decode process run in turn and are
+compared pixel by pixel. Then follow the parts for one image, by format and size.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a role holds: its memory after loading and packing, before KV, over its own weights.
+"""The memory of a role after loading and packing, before KV, divided by its weights.
 
     python bench/run.py memory           python bench/memory.py [--model DIR]
 
-Each role is a fresh process that imports all it needs, then loads Qwen2-VL with random weights
-(`random_vlm`) in bfloat16. Memory is the proportional set size of `/proc/self/smaps_rollup`: pages
-of mapped files count, shared ones by share. `peak` is the resident maximum while loading, over the
-same start. One JSON line a role.
+Each role is a fresh process that imports its modules, then loads Qwen2-VL with random weights
+(`random_vlm`) in bfloat16. Memory is the proportional set size of `/proc/self/smaps_rollup`, which
+includes mapped files. `peak` is the peak resident memory while loading, less that before. One JSON
+line per role.
 """
 
 from __future__ import annotations

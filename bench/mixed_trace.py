@@ -1,10 +1,10 @@
-"""The mixed trace: 16 requests at once, 8 with an image, ours against transformers' `generate`.
+"""The mixed trace: 16 concurrent requests, 8 with an image, against transformers' `generate`.
 
     python bench/run.py mixed_trace      python bench/mixed_trace.py --rounds 5 --threads 2
 
-Per round 3,923 prompt tokens and 960 answer tokens (32 to 128 a request), Qwen2-VL with random
-weights in bfloat16 (`random_vlm`), both sides in turn (`sides`). No prompt or image comes twice,
-so no cache helps.
+A round has 3,923 prompt tokens and 960 answer tokens (32 to 128 per request). Qwen2-VL with random
+weights in bfloat16 (`random_vlm`); both sides run in turn (`sides`). No prompt or image repeats, so
+caches have no effect.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The model alone against transformers, on `shapes`, one thread, one JSON line per figure.
+"""The model runner against transformers, on `shapes`, one thread, one JSON line per figure.
 
     python bench/model.py                  start-up and memory per role, decode, prefill, encode
 
-Decode, prefill and encode are measured interleaved, ours and transformers' in turn, and given as a
-ratio of medians; above 1 we are faster. Start-up is a fresh process each.
+Decode, prefill and encode alternate with transformers'. A figure is a ratio of medians; above 1 we
+are faster. Start-up uses a fresh process each.
 """
 
 from __future__ import annotations

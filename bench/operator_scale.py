@@ -2,9 +2,9 @@
 
     python bench/operator_scale.py [--services 100] [--pods 10] [--idle 120]
 
-A real control plane, nodes that only play status, the operator as its own process under the chart's
-rights. One JSON line; `met` says which of the goals hold. A burst has no goal: it says how long the
-last of all services waits when all of them change at the same moment.
+A real control plane, nodes that only set the status of pods, and the operator in its own process
+with the rights of the chart. One JSON line; `met` says which goals are met. If all services change
+at once, the figure is the wait of the last one; it has no goal.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Ten times the capacity for 20 s: bounded queues, refusals within 20 ms, normal again within 10 s.
+"""Ten times the capacity for 20 s: bounded queues, refusals within 20 ms, recovery within 10 s.
 
     python bench/overload.py [--seconds 20] [--factor 10]
 
-The service is that of the fault tests: real processes with arithmetic for a model and steps of a
-set length. One JSON line; `met` says which of the promises hold. Refusals are timed by the gateway,
-and by the crowd, which has to share its processors with all of them.
+The service is that of the fault tests: real processes with a stub model and steps of a fixed
+length. One JSON line; `met` says which limits hold. Refusals are timed by the gateway, and by the clients,
+which share the processors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our side of a benchmark: the engine on its thread over the model runner, all stages in one."""
+"""Our side of a benchmark: the engine thread with the model runner, all stages in one process."""
 
 from __future__ import annotations
 

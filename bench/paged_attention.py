@@ -1,12 +1,12 @@
-"""Decode attention over KV blocks against the bandwidth of memory, and against torch's operations.
+"""Decode attention over KV blocks against memory bandwidth and torch's operations.
 
     python bench/run.py paged_attention      python bench/paged_attention.py --threads 2 --rounds 7
 
-Per shape, a cache of about 600 MB in bfloat16, and one of int8 with as many tokens; blocks of 64
-tokens in random order, one layer after the other, so that no call finds its KV in a cache of the
-CPU. Rounds of native kernel, over both, torch operations and bandwidth probe, in turn. `share` is
-the native kernel's bytes of KV per second, as a share of the probe's in the same round;
-`int8_against_bfloat16` the time over bfloat16 over that over int8; medians over rounds.
+Each shape has a bfloat16 cache of about 600 MB and an int8 cache of as many tokens. Blocks of 64
+tokens are in random order, and layers follow each other, so that no call finds its KV in a CPU
+cache. The native kernel over both caches, torch's operations and the bandwidth probe run in turn.
+`share` is the kernel's KV bytes per second divided by the probe's in the same round;
+`int8_against_bfloat16` is bfloat16's time divided by int8's. Both are medians over rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plots as SVG, drawn by hand: lines (axes from 0, a tick at each point's x), and stacked bars."""
+"""Writes plots as SVG: curves (axes from 0, a tick at each point's x), and stacked bars."""
 
 from __future__ import annotations
 

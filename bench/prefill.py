@@ -5,9 +5,10 @@
     prefill.text      one prompt of 575 tokens, up to its first token
     prefill.encode    one image of 448 x 448: 1,024 patches, 256 tokens
 
-Their multiplications (attention over what is seen included) at the peak of a 2048^3 product, probed
-in every round, are the limit. Qwen2-VL with random weights (`random_vlm`), the model runner alone.
-One JSON line each; `int8_ratio` is the time with `--weights=int8`, in the same rounds.
+The limit is their multiplications (attention over attended keys included) at the peak of a 2048^3
+product, probed in every round. It runs the model runner alone with Qwen2-VL of random weights
+(`random_vlm`). One JSON line each; `int8_ratio` is the time with `--weights=int8` divided by that
+in bfloat16.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A Qwen2-VL of 400 million random weights, made by code: what every engine here can run.
+"""Creates a Qwen2-VL with 400 million random weights, which every compared engine can run.
 
-    text    24 layers x 1024, 8 heads x 128 over 2 KV heads, MLP 2816, vocabulary 32,000, head tied
+    text    24 layers x 1024, 8 heads x 128 over 2 KV heads, MLP 2816, vocabulary 32,000, tied head
     vision  12 layers x 768; an image of 448 x 448 is 1,024 patches and 256 tokens
 
 `SMALL` has the same form at a tenth of the size, for tests.

@@ -1,12 +1,11 @@
-"""What choosing tokens costs beside the model: a batch of rows, against transformers' processors.
+"""The time to sample a batch of rows, against transformers' processors.
 
     python bench/sampling.py        a JSON line for each size, in about two minutes
 
-`torch` is the definition without the kernel, `peer` how `generate()` draws: its own processors,
-softmax, one multinomial for all rows (which cannot give each row a seed of its own). All run in
-interleaved rounds on one thread, on the logits of a head in bfloat16 (both others make float32 of
-them first, as they must); medians, and ratios of medians. Where a round would take seconds, there
-is no peer.
+`torch` is the definition without the kernel. `peer` is `generate()`: its processors, softmax and
+one multinomial for all rows, which cannot give each row its own seed. All run in turn on one thread, on
+bfloat16 logits, which both others convert to float32. Figures are medians and ratios of medians.
+There is no peer if a round would take seconds.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""What one scheduler step costs beside the model: microseconds, by how many run and how many wait.
+"""The time of a scheduler step without the model, by running and waiting sequences.
 
     python bench/scheduler.py        one JSON object on stdout, in half a minute
 
-A step here is all that the engine does besides the model: schedule, build the arrays, update; in
-CPU time of its thread. While `running` sequences decode, `waiting` ones are in the queue, in one of
-these ways:
+A step is what the engine does besides the model: schedule, build the arrays, update, in CPU time of
+its thread. While `running` sequences decode, `waiting` ones are in the queue in one of three states,
+or change:
 
-    full       every row is taken
-    lacking    rows are free, and blocks are not
-    stalled    rows and blocks are free, and every one waits for an image
-    churn      each step one leaves, one enters and prefills, one comes, one that waits is cancelled
+    full       every row is used
+    lacking    rows are free, but no blocks
+    stalled    rows and blocks are free, but every sequence waits for an image
+    churn      per step one sequence ends, one is admitted and prefills, one arrives, and one that
+               waits is cancelled
 
-The target of 100 us is for the first three; the last one counts two arrivals and two cancels too,
-and a prompt's first step, but not the making of the requests. All are measured in interleaved
-rounds, so that a slow moment falls on all of them. Each round also times a piece of work that never
-changes (`core_speed`), once a case; medians are of the rounds in which that took alike, and
-`rounds` says of how many.
+The goal of 100 us is for the first three. `churn` includes two arrivals, two cancels and the first
+step of a prompt, but not the creation of requests. All run in turn. Each round also times a fixed
+amount of work per case (`core_speed`). Figures are medians of the rounds with a similar probe, and
+`rounds` has their number.
 """
 
 from __future__ import annotations

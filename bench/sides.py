@@ -1,11 +1,11 @@
-"""Both sides of a comparison with transformers' `generate`, each a process of its own.
+"""Both sides of a comparison with transformers' `generate`, one process each.
 
     parent --calls, a line--> [ours | transformers] --wall and CPU seconds, a line--> parent
 
-One side runs while the other rests. Both get token ids and patches: nobody's tokenizer or image
-processor is measured.
+One side runs while the other is idle. Both get token ids and patches, so tokenizers and image
+processors are not measured.
 
-    ours            engine and model runner, as `vlm-worker serve` puts them together
+    ours            engine and model runner, composed as in `vlm-worker serve`
     transformers    one static batch, padded left, greedy, as many tokens as the longest answer
 """
 

@@ -1,11 +1,10 @@
-"""Where the time to the first token goes when every role is a process of its own.
+"""TTFT by stage if every role is a process.
 
     python bench/run.py split_ttft          python bench/split_ttft.py [--requests 80]
 
-`vlm-worker serve --split` of the model that ships; requests with one new image each, one after
-the other, in rounds with requests of text alone. One JSON line per kind: the 50th and 95th
-percentile of the TTFT, of each stage that ever owned time, and what `other` is of the TTFT. The
-goal is that `other` is at most 5 % or 5 ms at the 95th percentile.
+`vlm-worker serve --split` with `shapes`. Requests with one new image alternate with text requests,
+one at a time. One JSON line per kind: the 50th and 95th percentile of TTFT and of each stage, and
+the share of `other`. The goal is that `other` is at most 5 % or 5 ms at the 95th percentile.
 """
 
 from __future__ import annotations

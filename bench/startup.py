@@ -1,12 +1,11 @@
-"""From the start of a worker to ready, over what importing torch takes.
+"""The time from the start of a worker to ready, less the time to import torch.
 
     python bench/run.py startup          python bench/startup.py [--model DIR] [--rounds 2]
 
-Each role is `vlm-worker` itself as a pod starts it, with Qwen2-VL of random weights (`random_vlm`)
-in the page cache and the kernels compiled. Rounds interleave the roles with a process that imports
-torch and ends; what counts is the median of the difference within a round. `cpu_over_torch` is the
-same in processor time of the worker alone, which neighbours on the machine hardly touch. `parts`
-are wall seconds between the lines of its log.
+Each role is `vlm-worker` as a pod starts it, with Qwen2-VL of random weights (`random_vlm`) in the
+page cache and compiled kernels. Rounds alternate between the roles and a process that only imports
+torch; a figure is the median of the differences. `cpu_over_torch` is the same in processor time of
+the worker, which other processes hardly affect. `parts` are wall seconds between its log lines.
 """
 
 from __future__ import annotations

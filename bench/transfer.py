@@ -1,14 +1,13 @@
-"""KV and embeddings from one process into the memory of another, over what the machine could do.
+"""KV and embeddings between the memory of two processes, against TCP and memcpy.
 
     python bench/run.py transfer         python bench/transfer.py [--rounds 7]
 
-One process offers units out of a pool (`Producer`), another pulls them over a data connection or
-gRPC, writes them into a pool of its own and checks every digest. Blocks are gathered, and written
-each to its place, by the threads of the transfer, and another thread is told of them, as engines
-do it; rows lie side by side. The embedding's frames are built before the fetch, as encoders do
-(`Producer.prebuild_frames`), and that is not timed; fetches `built on request` find nothing. In the
-same rounds a raw TCP connection of the same two processes does `recv_into` into that pool, and one
-thread copies so many bytes by memcpy. A ratio is of speeds within a round.
+One process offers units from a pool (`Producer`). Another fetches them over a data connection or
+gRPC, writes them into its pool and checks every digest. As in engines, the threads of the transfer
+gather and write blocks and notify another thread. Rows are contiguous. The frames of the embedding
+are built before the fetch (`Producer.prebuild_frames`) and not timed, unless `built on request`.
+In the same rounds, a raw TCP connection of the two processes does `recv_into` into that pool, and
+one thread copies the same bytes with memcpy. A ratio compares speeds within a round.
 
     embedding   576 rows of 8 KiB                       stream          / TCP       goal 0.7
     KV          175 blocks of 2 MiB, 350 MB             shared memory   / memcpy    goal 0.4

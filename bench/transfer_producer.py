@@ -1,4 +1,4 @@
-"""The producer of `transfer.py`, and what both of its processes know."""
+"""The producer of `transfer.py`, and what both processes share."""
 
 from __future__ import annotations
 

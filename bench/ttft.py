@@ -1,18 +1,19 @@
-"""Time to the first token of an image, by stage and lever by lever, against what must be computed.
+"""TTFT of an image request by stage, changing one thing at a time, against its operations.
 
     python bench/run.py ttft             python bench/ttft.py [--rounds 5] [--model DIR]
 
 `vlm-worker serve` over HTTP with Qwen2-VL of random weights (`random_vlm`), one request at a time,
-answers of one token. The prompt is 16 words, an image, 16 words; a lever changes one thing:
+one token per answer. The prompt is 16 words, an image, 16 words; each other row changes one thing:
 
+    new image              448 x 448, 256 tokens: the base
     text alone             as many tokens, all of them words
-    new image            448 x 448, never seen: 256 tokens                      the base
-    fewer tokens           the same in 224 x 224: 64 tokens
-    cached image         new words around it: its embedding is in the cache
-    same beginning         all but the last 4 words were asked before: KV is in the cache too
+    fewer tokens           the same image at 224 x 224: 64 tokens
+    cached image           other words around it: the embedding is cached
+    same beginning         only the last 4 words are new: KV is cached too
 
-`against_limit` is the time over the multiplications of image and prompt at the bfloat16 peak that
-is probed in the same rounds; `stages` are the gateway's own account, medians in milliseconds.
+`against_limit` is TTFT divided by the time of the multiplications of image and prompt at the
+bfloat16 peak that is probed in the same rounds. `stages` are medians of those that the gateway
+reports, in milliseconds.
 """
 
 from __future__ import annotations

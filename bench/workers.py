@@ -1,4 +1,4 @@
-"""Workers as pods start them: a process each, which is ready when its log says so."""
+"""Starts workers as pods do: one process each, ready when its log says so."""
 
 from __future__ import annotations
 
