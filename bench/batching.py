@@ -64,7 +64,7 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """Prompts and when each comes, in seconds."""
+    """Prompts with their arrival times in seconds."""
 
     prompts: Sequence[Prompt]
     arrivals: Sequence[float]
@@ -79,7 +79,7 @@ class Answers:
 
 
 def traces(engine: OwnEngine, num_rounds: int) -> list[dict[str, Any]]:
-    """Both ways in turn."""
+    """Alternates between both ways."""
     ways = {"continuous": continuous, "static": static}
     kept: dict[str, list[tuple[Trace, Answers]]] = {name: [] for name in ways}
     for number in range(num_rounds + 1):
@@ -108,7 +108,7 @@ def new_trace() -> Trace:
 
 
 def continuous(engine: OwnEngine, trace: Trace) -> Answers:
-    """Each enters when it comes."""
+    """Submits each request when it arrives."""
     began = time.perf_counter()
     return Answers(began, engine.answer(trace.prompts, after=trace.arrivals))
 
@@ -155,7 +155,7 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def chunks(engines: Mapping[int, OwnEngine], num_rounds: int) -> list[dict[str, Any]]:
-    """Every size in turn."""
+    """Alternates between all chunk sizes."""
     gaps: dict[int, list[float]] = {size: [] for size in engines}
     waits: dict[int, list[float]] = {size: [] for size in engines}
     for number in range(num_rounds + 1):

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "shapes" / "model"
 NUM_BYTES = 31 * 2**20
 REST_BYTES = 4 * 2**20 - 2**12
-"""What is parsed of a body at most, beside its images."""
+"""Maximum bytes of a body that are parsed, without its images."""
 START_SECONDS = 120.0
 HEAD = b'{"model":"shapes","max_tokens":1,"messages":[{"role":"user","content":"hi"}],"x":'
 
@@ -125,7 +125,7 @@ SHAPES: dict[str, Callable[[], bytes]] = {
 
 @contextlib.asynccontextmanager
 async def process(ready: str, *args: str) -> AsyncIterator[None]:
-    """A `vlm-worker` process that has said `ready`, ended on leaving."""
+    """A `vlm-worker` process that has logged `ready`; it is ended on exit."""
     running = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vlm_worker", *args, f"--model={MODEL}", "--served-name=shapes",
         "--bind=127.0.0.1", cwd=ROOT / "worker", stderr=asyncio.subprocess.PIPE,

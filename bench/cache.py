@@ -153,7 +153,7 @@ class Prompts:
         return [*content[:-1], self._words(NUM_CHANGED)]
 
     def image(self) -> str:
-        """An image that was never seen, as a data URL: a JPEG of coarse noise."""
+        """A new image as a data URL: a JPEG of coarse noise."""
         pixels = np.frombuffer(self._rng.randbytes(56 * 56 * 3), np.uint8).reshape(56, 56, 3)
         file = io.BytesIO()
         Image.fromarray(pixels).resize((SIDE, SIDE)).save(file, "JPEG", quality=90)

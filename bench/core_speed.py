@@ -35,7 +35,7 @@ def core_seconds() -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counted:
-    """The rounds that count, of `num_rounds`, and how far their probes moved."""
+    """The rounds that count, of `num_rounds`, and the ratio of their probes."""
 
     rounds: Sequence[int]
     num_rounds: int

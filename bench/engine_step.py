@@ -48,7 +48,7 @@ GOAL_AT_256 = 2.0
 
 
 class TimedRunner(ChecksumRunner):
-    """Keeps what lies between two steps in which everybody decodes, by `now`."""
+    """Records the time between two steps in which every sequence decodes, by the clock `now`."""
 
     def __init__(self, num_running: int) -> None:
         num_blocks = num_running * (MAX_MODEL_LEN // BLOCK_SIZE) + 1
@@ -125,7 +125,7 @@ class Round:
 
 
 async def measure(num_running: int, round_number: int) -> Round:
-    """One run in which all decode together."""
+    """One run in which all sequences decode."""
     runner = TimedRunner(num_running)
     settings = EngineSettings(
         max_model_len=MAX_MODEL_LEN,

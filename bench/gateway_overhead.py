@@ -55,7 +55,7 @@ START_SECONDS = 60.0
 
 @contextlib.asynccontextmanager
 async def process(*args: str) -> AsyncIterator[None]:
-    """A `vlm-worker` process, ended on leaving."""
+    """A `vlm-worker` process that is ended on exit."""
     running = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vlm_worker", *args, f"--model={MODEL}", "--served-name=shapes",
         "--bind=127.0.0.1", cwd=ROOT / "worker", stderr=asyncio.subprocess.DEVNULL,
@@ -68,7 +68,7 @@ async def process(*args: str) -> AsyncIterator[None]:
 
 
 class Workers:
-    """Clients of one worker each, and who they are."""
+    """One client per worker, with their identities."""
 
     def __init__(self, addresses: dict[str, str]) -> None:
         self.addresses = addresses
@@ -87,7 +87,7 @@ class Workers:
 
 
 class Direct:
-    """The request as the workers get it, everything prepared beforehand."""
+    """The request as workers get it, prepared in advance."""
 
     def __init__(self, workers: Workers, image: bytes | None) -> None:
         self._workers = workers
@@ -210,7 +210,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 async def measure(workers: Workers, url: str, num_requests: int) -> None:
-    """Both ways in turn, for text and for an image; prints the figures."""
+    """Alternate between both ways, for text and for an image; print the figures."""
     buffer = io.BytesIO()
     Image.new("RGB", (224, 224), (200, 30, 30)).save(buffer, "PNG")
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:

@@ -61,7 +61,7 @@ class Case:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of both workers."""
+        """The flags of both workers."""
         return (
             f"--kv-memory-bytes={self.kv_bytes}",
             f"--max-batched-tokens={self.max_batched_tokens}",
@@ -177,7 +177,7 @@ async def answer(
 
 
 async def renew(prefill: WorkerClient, kv: Source) -> None:
-    """Keep the lease of KV that nobody pulls yet."""
+    """Renew the lease of KV that is not fetched yet."""
     while True:
         await asyncio.sleep(prefill.timers.renew)
         await prefill.renew(kv.boot_id, [kv.transfer_id])
@@ -186,7 +186,7 @@ async def renew(prefill: WorkerClient, kv: Source) -> None:
 async def continue_from(
     decode: WorkerClient, request: Request, kv: Source
 ) -> tuple[float, list[float]]:
-    """When decode was called, and when each token came."""
+    """The time of the Decode call, and of each token."""
     called = time.perf_counter()
     room = await decode.reserve(ReserveCall(request.key, len(request.token_ids) + 1))
     call = DecodeCall(request, room.reservation_id, kv, room.boot_id)

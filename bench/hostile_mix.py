@@ -47,7 +47,7 @@ START_SECONDS = 180.0
 
 @dataclass
 class Process:
-    """One role: where its metrics are, who it is, and what it has had."""
+    """One role: the address of its metrics, its pid and its peak memory."""
 
     name: str
     metrics: str
@@ -155,7 +155,7 @@ async def _processes(pid: int, metrics: dict[str, str]) -> list[Process]:
 
 
 async def sample(processes: list[Process]) -> None:
-    """Note what decode children have together; a process's own maximum the kernel keeps."""
+    """Record the memory of all decode processes; the kernel records the peak of each process."""
     while True:
         for one in processes:
             held = sum(status_bytes(child, "VmRSS") for child in children(one.pid))
@@ -164,7 +164,7 @@ async def sample(processes: list[Process]) -> None:
 
 
 class Crowd:
-    """All clients; `counts` says what became of what they asked."""
+    """Run all clients; `counts` has the outcomes of their requests."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, seconds: float) -> None:
         self.counts: Counter[str] = Counter()
@@ -195,7 +195,7 @@ class Crowd:
         self.counts[f"{kind} unanswered"] += 1
 
     async def upload_slowly(self) -> None:
-        """Announce much, send a byte now and then, and never end."""
+        """Announce a large upload, send single bytes slowly, and never end."""
         host, port = self._url.removeprefix("http://").split(":")
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -229,7 +229,7 @@ def image_request(number: int, side: int, num_images: int) -> dict[str, Any]:
 
 
 def text_request(number: int) -> dict[str, Any]:
-    """A prompt of its own, and a long answer."""
+    """A unique prompt with a long answer."""
     words = f"question {number} " * 60
     message = {"role": "user", "content": words}
     return {"messages": [message], "max_tokens": 200, "ignore_eos": True}
@@ -244,7 +244,7 @@ def json_bombs(size: int = 8 * MIB) -> list[bytes]:
 
 
 async def hostile_mix(options: argparse.Namespace) -> None:
-    """Run it; prints a line for each process."""
+    """Run it; print a line per process."""
     if options.max_pixels:
         with tempfile.TemporaryDirectory() as directory:
             model = seeing_more(options.model, Path(directory) / "model", options.max_pixels)
@@ -253,7 +253,7 @@ async def hostile_mix(options: argparse.Namespace) -> None:
 
 
 def seeing_more(model: Path, directory: Path, max_pixels: int) -> Path:
-    """A model whose images keep so many pixels."""
+    """A model whose images keep up to that many pixels."""
     shutil.copytree(model, directory)
     for name in ("preprocessor_config.json", "processor_config.json"):
         path = directory / name

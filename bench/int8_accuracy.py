@@ -79,7 +79,7 @@ def answers_of(runner: Any, asked: list[Any]) -> list[list[int]]:
 
 
 def share_right(asked: list[Any], tokens: list[list[int]]) -> float:
-    """Of answers that are what was asked for."""
+    """The share of right answers."""
     from shapes_vlm import heldout
     from tokenizers import Tokenizer
     from worker.identity.questions import SHAPES

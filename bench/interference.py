@@ -118,12 +118,12 @@ async def measure(here: str, there: str, *, seconds: float) -> dict[str, Any]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value that so many are below."""
+    """The value at a percentile."""
     return sorted(values)[round(share * (len(values) - 1))]
 
 
 async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -> list[float]:
-    """Between tokens of one answer, for so many seconds."""
+    """Gaps between tokens of one answer, for `seconds`."""
     number = next(_numbers)
     words = np.random.default_rng(number).integers(300, 31_000, TEXT_TOKENS)
     sampling = SamplingParams(ANSWER_TOKENS, ignore_eos=True)
@@ -195,7 +195,7 @@ async def send_image(worker: WorkerClient, data: bytes) -> None:
 
 
 def jpeg(seed: int) -> bytes:
-    """An image that was never seen."""
+    """A new image."""
     pixels = np.frombuffer(random.Random(seed).randbytes(56 * 56 * 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels.reshape(56, 56, 3)).resize((SIDE, SIDE)).save(file, "JPEG")

@@ -64,7 +64,7 @@ def by_pillow(data: bytes) -> np.ndarray:
 
 
 def jpeg(width: int, height: int) -> dict[str, object]:
-    """Both decoders in turn; their pixels must be equal."""
+    """Alternate between both decoders; their pixels must be equal."""
     data = encoded(photo(width, height), "JPEG", quality=85, subsampling="4:2:0")
     header = read_header(data, item=0)
     np.testing.assert_array_equal(decode_rgb(data, header), by_pillow(data))

@@ -3,8 +3,8 @@
     python bench/overload.py [--seconds 20] [--factor 10]
 
 The service is that of the fault tests: real processes with a stub model and steps of a fixed
-length. One JSON line; `met` says which limits hold. Refusals are timed by the gateway, and by the clients,
-which share the processors.
+length. One JSON line; `met` says which limits hold. The gateway times refusals, and so do the
+clients, which share the processors.
 """
 
 from __future__ import annotations

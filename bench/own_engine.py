@@ -33,7 +33,7 @@ from vlm_worker.types import (  # noqa: E402
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageInput:
-    """What the vision tower reads: float32 `[t * h * w, patch_dim]`; `key` is its identity."""
+    """Input of the vision tower: float32 `[t * h * w, patch_dim]`; `key` identifies it."""
 
     key: int
     grid_thw: tuple[int, int, int]

@@ -24,7 +24,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plot:
-    """One coordinate system; `title` names what y is, with its unit."""
+    """One coordinate system; `title` names y and its unit."""
 
     title: str
     x_name: str
@@ -33,7 +33,7 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bars:
-    """One horizontal bar a row, made of its parts in order; all rows have the same parts.
+    """One horizontal bar per row, stacked from its parts; all rows have the same parts.
 
     A part without a name is in no legend.
     """

@@ -110,7 +110,7 @@ def make_model(
 
 
 def arguments(description: str, *, rounds: int) -> argparse.ArgumentParser:
-    """The flags of whatever measures this model; `rounds` is what is usual."""
+    """The flags of benchmarks of this model; `rounds` is their default."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=rounds, help="counted rounds")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

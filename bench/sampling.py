@@ -3,9 +3,9 @@
     python bench/sampling.py        a JSON line for each size, in about two minutes
 
 `torch` is the definition without the kernel. `peer` is `generate()`: its processors, softmax and
-one multinomial for all rows, which cannot give each row its own seed. All run in turn on one thread, on
-bfloat16 logits, which both others convert to float32. Figures are medians and ratios of medians.
-There is no peer if a round would take seconds.
+one multinomial for all rows, which cannot give each row its own seed. All run in turn on one
+thread, on bfloat16 logits, which both others convert to float32. Figures are medians and ratios of
+medians. There is no peer if a round would take seconds.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python bench/scheduler.py        one JSON object on stdout, in half a minute
 
 A step is what the engine does besides the model: schedule, build the arrays, update, in CPU time of
-its thread. While `running` sequences decode, `waiting` ones are in the queue in one of three states,
-or change:
+its thread. While `running` sequences decode, `waiting` ones are queued in one of these states:
 
     full       every row is used
     lacking    rows are free, but no blocks
@@ -88,7 +87,7 @@ class Decoding:
         self.scheduler.resume(sequence)
 
     def make(self, *, stalls: bool = False) -> Sequence:
-        """A new sequence; its first token is of an image that never comes, if it stalls."""
+        """A new sequence. If it stalls, its first token belongs to an image that never arrives."""
         number = next(self.numbers)
         length = PROMPT + number % 50
         token_ids = (np.arange(length, dtype=np.int32) * 31 + number * 7) % 30_000 + 3

@@ -133,7 +133,7 @@ SIDES: dict[str, Callable[[Path, int, dict[str, Any]], Any]] = {
 
 
 def serve_side(name: str, model_dir: Path, threads: int, options: dict[str, Any]) -> None:
-    """The child: one line in, a list of calls; one line out, what running them took."""
+    """The child process: reads a line with calls, writes a line with their time."""
     began = time.perf_counter()
     side = SIDES[name](model_dir, threads, options)
     print(json.dumps({"start_seconds": time.perf_counter() - began}), flush=True)
@@ -260,7 +260,7 @@ class Times:
 def compare(
     children: dict[str, Child], cases: Sequence[Callable[[int], list[list[Call]]]], rounds: int
 ) -> list[Times]:
-    """Interleaved rounds of all cases, the first uncounted; who begins turns with the round.
+    """Rounds of all cases; the first is a warm-up, and the sides take turns to begin.
 
     A case makes the batches of calls of a round; what counts is the last batch's time, less that of
     the batches before it.

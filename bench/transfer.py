@@ -163,7 +163,7 @@ class Consumer:
 
 
 async def consume(num_rounds: int) -> None:
-    """All ways in turn, round by round; the first round is not counted."""
+    """Alternate between all ways, round by round; the first round is a warm-up."""
     producer = subprocess.Popen(  # noqa: ASYNC220  before anything runs
         [sys.executable, PRODUCER],
         stdin=subprocess.PIPE,

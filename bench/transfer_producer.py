@@ -42,7 +42,7 @@ BOOT, FINGERPRINT = bytes(16), bytes(16)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What is moved."""
+    """The data of a transfer."""
 
     num_units: int
     unit_bytes: int

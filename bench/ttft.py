@@ -62,7 +62,7 @@ def main() -> None:
 
 
 class Asking:
-    """Makes new requests of every case, sends them, and keeps what the server says of them."""
+    """Creates and sends requests of every case, and records the reported stages."""
 
     def __init__(self, server: Server) -> None:
         self.kept: dict[str, list[dict[str, Any]]] = {}
@@ -74,7 +74,7 @@ class Asking:
         self._num_tokens = 0
 
     def cases(self) -> dict[Any, Callable[[], Any]]:
-        """By name; the first call of each shows the server what it is to know."""
+        """Cases by name; the first call of each fills the server's caches."""
         self._num_tokens = self._ask(self._begun)["usage"]["prompt_tokens"]
         prompts: dict[str, Callable[[], list[dict[str, Any]]]] = {
             TEXT: self._text,

@@ -52,11 +52,11 @@ def running(model_dir: Path, stages: str, *flags: str, under: Sequence[str] = ()
 
 
 def message_of(line: str) -> str | None:
-    """Of a line of the log."""
+    """The message of a log line."""
     return json.loads(line).get("message") if line.startswith("{") else None
 
 
 def free_port() -> int:
-    """One that nobody has now."""
+    """A port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
