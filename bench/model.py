@@ -189,7 +189,7 @@ class Bench:
         state.update(cache=out.past_key_values, token=token, next=ids.shape[1] + delta)
 
     def _decode_reference(self, state: dict[str, Any], num_tokens: int) -> None:
-        """transformers' decode with its cache, without the overhead of `generate`."""
+        """Transformers' decode with its cache, without the overhead of `generate`."""
         torch, model = self._torch, self._reference
         with torch.inference_mode():
             for _ in range(num_tokens):
