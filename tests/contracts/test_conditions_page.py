@@ -1,4 +1,4 @@
-"""docs/conditions.md names every condition, reason and cause that the code says, and no other."""
+"""docs/conditions.md names every condition, reason and cause of the code, and no other."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def sections() -> dict[str, str]:
 
 
 def table(text: str) -> dict[str, str]:
-    """The last column by the first."""
+    """The last column, by the first."""
     return dict(re.findall(r"^\| `(\w+)` \|(?: [^|]* \|)? ([^|]*) \|$", text, re.MULTILINE))
 
 
@@ -38,7 +38,7 @@ def test_every_condition_has_a_table_of_reasons():
     assert set(table(found["Causes"])) == {row.reason for row in POD_CAUSES} | OF_DEPLOYMENTS
 
 
-def test_the_table_of_causes_says_after_what_delay_a_person_is_needed():
+def test_the_table_of_causes_has_the_delay_until_stalled():
     delays = {row.reason: row.delay for row in POD_CAUSES}
     delays |= dict.fromkeys(OF_DEPLOYMENTS, REFUSED_SECONDS)
     written = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \| [^|]* \|$", PAGE, re.MULTILINE))
@@ -47,12 +47,12 @@ def test_the_table_of_causes_says_after_what_delay_a_person_is_needed():
         assert written[reason] == words, reason
 
 
-def test_the_operator_knows_a_denied_gateway_by_the_gateways_own_words():
+def test_the_operator_recognises_the_message_of_a_denied_gateway():
     source = (ROOT / "worker" / "vlm_worker" / "gateway" / "discovery.py").read_text()
     assert f'"{ACCESS_DENIED}: ' in source
 
 
-def test_every_reason_that_the_code_says_is_in_the_table_of_its_condition():
+def test_every_reason_of_the_code_is_in_the_table_of_its_condition():
     found = sections()
     causes = set(table(found["Causes"]))
     known = {kind: set(table(found[kind])) | causes for kind in CONDITIONS}
@@ -67,7 +67,7 @@ def test_every_reason_that_the_code_says_is_in_the_table_of_its_condition():
     assert {reason.value for reason in ConditionReason} <= every
 
 
-def test_every_reason_in_a_table_is_one_that_the_code_can_say():
+def test_every_reason_of_a_table_is_in_the_code():
     enums = (ConditionReason, Reason, AutoscalingPolicy)
     can_say = {str(item.value) for enum in enums for item in enum}
     for source in SOURCES:

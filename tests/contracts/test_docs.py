@@ -1,4 +1,4 @@
-"""The documentation names what exists: links, and the files of the two walks."""
+"""The documentation names what exists: links, files, constants."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,7 @@ PAGES = sorted(
 )
 MAX_LINE = 130  # text is wrapped at 120; a rename may make a line longer
 WIDE = ("api.md",)  # generated
-PROSE = [
-    page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.name not in WIDE
-]
+PROSE = [page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.name not in WIDE]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)|!\[[^\]]*\]\(([^)\s]+)\)")
 WALK_BUDGETS = {"docs/request.md": 2300, "docs/vlmservice.md": 1500}
 STEP = re.compile(r"\]\(([^)#]+\.py)\)")
@@ -29,7 +27,7 @@ def _links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_link_leads_to_a_file(page):
+def test_every_link_names_a_file(page):
     missing = [link for link in _links(page) if not (page.parent / link).exists()]
     assert not missing
 
@@ -59,7 +57,7 @@ def test_a_walk_can_be_read_in_one_sitting(walk, budget):
         ("vlmservice.md", "operator/vlm_operator"),
     ],
 )
-def test_what_a_page_names_beside_its_links_exists(name, part):
+def test_paths_that_a_page_names_exist(name, part):
     named = re.findall(
         r"`([a-z_]+(?:/[a-z_]+)*/(?:[a-z_]+\.py)?)`", (ROOT / "docs" / name).read_text()
     )
@@ -68,7 +66,7 @@ def test_what_a_page_names_beside_its_links_exists(name, part):
     assert not [one for one in named if not any((root / one).exists() for root in roots)]
 
 
-def test_the_page_on_sizes_names_every_constant_of_a_manifest_and_its_default():
+def test_the_autoscaling_page_has_every_constant_of_a_manifest_and_its_default():
     page = (ROOT / "docs" / "autoscaling.md").read_text()
     table = page.partition("## The constants")[2].partition("\nA change")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
@@ -86,7 +84,7 @@ def test_the_page_on_sizes_names_every_constant_of_a_manifest_and_its_default():
         )
 
 
-def test_decisions_are_numbered_without_gaps_as_their_titles_say():
+def test_decisions_are_numbered_without_gaps():
     pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
     assert [page.name[:4] for page in pages] == [f"{i:04}" for i in range(1, len(pages) + 1)]
     titles = [page.read_text().split(". ", 1)[0] for page in pages]

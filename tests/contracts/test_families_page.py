@@ -1,4 +1,4 @@
-"""docs/families.md says of each family what the code does."""
+"""docs/families.md describes each family as the code does."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ def rows() -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in cells}
 
 
-def test_the_table_has_the_families_that_are_built():
+def test_the_table_has_every_family():
     assert rows().keys() == FAMILIES.keys()
 
 
-def test_each_row_says_what_the_code_does():
+def test_each_row_equals_the_code():
     for model_type, (_, processors, positions, attention) in rows().items():
         spec = FAMILIES[model_type]
         named = [name.strip("`") for name in processors.split(", ")]

@@ -1,4 +1,4 @@
-"""The images' Dockerfiles: what they copy reaches the build, and what they say of themselves."""
+"""The Dockerfiles: build context, packages, labels and user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = {
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_what_an_image_copies_is_in_the_build_context_and_nothing_else_is(name: str):
+def test_the_build_context_has_what_an_image_copies_and_nothing_else(name: str):
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
@@ -34,7 +34,7 @@ def test_what_an_image_copies_is_in_the_build_context_and_nothing_else_is(name: 
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_an_image_has_the_packages_that_it_runs_and_no_other(name: str, tmp_path: Path):
+def test_an_image_has_only_the_packages_that_it_runs(name: str, tmp_path: Path):
     for line in (ROOT / name).read_text().splitlines():
         if line.startswith("COPY ") and "--from" not in line:
             *sources, target = line.split()[1:]
@@ -54,7 +54,7 @@ def test_an_image_has_the_packages_that_it_runs_and_no_other(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_an_image_says_what_it_is_of_which_version_and_licence(name: str):
+def test_an_image_has_labels_with_version_and_licence(name: str):
     text = (ROOT / name).read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     labels = re.findall(r"org\.opencontainers\.image\.(\w+)=(\S+)", text)
@@ -64,6 +64,6 @@ def test_an_image_says_what_it_is_of_which_version_and_licence(name: str):
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_an_image_runs_as_a_number_that_is_not_root(name: str):
+def test_an_image_runs_as_a_numeric_user_that_is_not_root(name: str):
     users = re.findall(r"^USER (.*)$", (ROOT / name).read_text(), re.MULTILINE)
     assert users == ["65532:65532"]

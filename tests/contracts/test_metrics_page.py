@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every metric there is, with type and labels, and none that is not."""
+"""docs/metrics.md lists exactly the exposed metrics, with type and labels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_operators_metrics_are_listed_with_type_and_labels() -> None:
 
 
 def worker_exposition() -> str:
-    """Of a worker to which everything has happened."""
+    """The metrics of a worker with every counter used."""
     settings = parse(["decode", "--model=/m", "--served-name=m"], {})
     state = WorkerState(settings)  # type: ignore[arg-type]  # the role is a worker's
     sizes = Histogram([1e6]).buckets
@@ -57,7 +57,7 @@ def worker_exposition() -> str:
 
 
 def gateway_exposition() -> str:
-    """Of a gateway that has answered."""
+    """The metrics of a gateway that has answered a request."""
     meters = GatewayMetrics()
     meters.first_token(1.0, dict.fromkeys(STAGES, 0.1), Modality.IMAGE, 0.5)
     meters.next_token(0.1)
@@ -67,7 +67,7 @@ def gateway_exposition() -> str:
 
 
 def families(text: str) -> Iterable[tuple[str, str, str]]:
-    """Name, type and labels; a counter's name is that of its samples on the wire."""
+    """Name, type and labels; a counter has the name of its samples on the wire."""
     for family in text_string_to_metric_families(text):
         labels = {name for sample in family.samples for name in sample.labels} - {"le"}
         name = family.name

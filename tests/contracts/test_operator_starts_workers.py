@@ -1,4 +1,4 @@
-"""The command lines and the configuration that the operator writes are those that workers read."""
+"""Workers can parse the command lines and the configuration that the operator writes."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ from vlm_worker.settings import GatewaySettings, WorkerSettings, parse
 
 @given(specs())
 @settings(max_examples=40, deadline=None)
-def test_every_command_line_is_one_that_workers_take(manifest: Manifest):
+def test_workers_accept_every_command_line(manifest: Manifest):
     found = plan_turn(service(manifest), empty(), Memory(), options=Options())
     for item in found.plan.objects:
         if item["kind"] != "Deployment":
@@ -41,7 +41,7 @@ def test_every_command_line_is_one_that_workers_take(manifest: Manifest):
             assert read.role.value == labels[names.LABEL_ROLE]
 
 
-def test_the_gateways_configuration_has_the_contracts_keys():
+def test_the_gateways_configuration_has_the_keys_of_the_contract():
     text = (pathlib.Path(__file__).parents[2] / "docs" / "contract.md").read_text()
     block = text.partition("## gateway.json")[2].partition("```json")[2].partition("```")[0]
     contract = json.loads(block)

@@ -1,4 +1,4 @@
-"""What the operator sets on a pod is what a user is refused to set: neither list falls behind."""
+"""The API refuses exactly the pod settings that the operator owns."""
 
 import argparse
 import pathlib
@@ -30,7 +30,7 @@ MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").
 
 @pytest.fixture(scope="module", params=["hf", "pvc"])
 def containers(request: pytest.FixtureRequest) -> list[dict[str, object]]:
-    """Every container the operator makes, without what the user added."""
+    """Every container of the operator, without additions of the user."""
     spec = yaml.safe_load(yaml.safe_dump(MAXIMAL["spec"]))
     for pool in spec["pools"].values():
         pool.pop("engine", None)
@@ -58,12 +58,12 @@ def test_every_argument_is_owned(containers: list[dict[str, list[str]]]) -> None
 
 
 def test_every_port_of_a_worker_is_owned() -> None:
-    """Policies let peers in at fixed numbers."""
+    """NetworkPolicies allow fixed port numbers."""
     assert {"--data-port", "--grpc-port"} <= WORKER_FLAGS
     assert {flag for flag in WORKER_FLAGS if flag.endswith("-port")} <= set(OWNED_ARGS)
 
 
-def test_the_arguments_that_the_page_shows_are_flags_of_workers_and_free() -> None:
+def test_arguments_on_the_page_are_worker_flags_that_users_may_set() -> None:
     shown = Engine.model_fields["extra_args"].json_schema_extra["example"]
     flags = {arg.split("=")[0] for arg in shown}
     assert flags
@@ -73,7 +73,7 @@ def test_the_arguments_that_the_page_shows_are_flags_of_workers_and_free() -> No
 def test_every_variable_is_owned(containers: list[dict[str, list[dict[str, str]]]]) -> None:
     found = {entry["name"] for item in containers for entry in item["env"]}
     free = {name for name in found if not name.startswith(OWNED_ENV_PREFIX)} - set(OWNED_ENV)
-    # A user may bring a token of their own where the model needs none.
+    # A user may set their own token if the model needs none.
     assert free <= {"HF_TOKEN"}
 
 

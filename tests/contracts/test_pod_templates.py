@@ -1,8 +1,8 @@
 """Pods of a running service keep their template when the operator is upgraded.
 
-The templates that this operator writes for the maximal service stand in templates/VERSION.json,
-by `Resolved.template`. Pods that an older version made are left alone; a changed template under the
-same version restarts every pod of every service as soon as its operator is upgraded.
+templates/VERSION.json has the templates of the maximal service, by `Resolved.template`. Pods of an
+older version do not change. If a template changes without a new version, an upgrade of the operator
+restarts every pod of every service.
 """
 
 import copy
@@ -51,13 +51,13 @@ def rendered() -> dict[str, Any]:
     }
 
 
-def test_every_template_is_recorded_under_its_version():
+def test_every_template_equals_the_snapshot_of_its_version():
     file = FOLDER / f"{Resolved.template}.json"
-    assert file.exists(), f"there is no snapshot of this version: {FIX}"
+    assert file.exists(), f"no snapshot of this version: {FIX}"
     kept, now = json.loads(file.read_text()), rendered()
     assert set(kept) == set(now)
     changed = [name for name in now if now[name] != kept[name]]
-    assert not changed, f"the pods of {', '.join(changed)} look different: {FIX}"
+    assert not changed, f"the pods of {', '.join(changed)} have changed: {FIX}"
 
 
 def test_the_maximal_service_has_every_role_and_a_node_class():
@@ -66,7 +66,7 @@ def test_the_maximal_service_has_every_role_and_a_node_class():
 
 
 def test_a_renamed_field_changes_no_revision():
-    """Digests of live Deployments were made with the field names of version 0.1."""
+    """Digests of live Deployments use the field names of version 0.1."""
     found = planned().revisions
     assert {f"{role}/{name}": item.id for (role, name), item in found.items()} == {
         "encoder/cpu": "a588af85",

@@ -1,4 +1,4 @@
-"""What a change restarts: each field declares it, and the operator's revisions keep to it."""
+"""Each field declares what its change restarts, and revisions behave accordingly."""
 
 import copy
 import json
@@ -19,16 +19,16 @@ from vlm_operator.rollout.revisions import current_revisions, keep_defaults
 ROOT = pathlib.Path(__file__).parents[2]
 MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
 ROWS = {row.path: row for row in rows(api.VLMServiceSpec, "spec")}
-# A rule refuses these where there is a prefill pool, as there is here.
+# A rule refuses these if there is a prefill pool, as here.
 REFUSED = {"spec.pools.encoder.encodeInline", "spec.pools.decode.encodeInline"}
-# Items of lists are left out: a change of the list is their change.
+# Items of lists are omitted: changing one changes the list.
 LEAVES = {
     path: row
     for path, row in ROWS.items()
     if row.example and "[]" not in path and path not in REFUSED
 }
 
-# The settled table, by the longest prefix that matches.
+# The expected classes, by the longest matching prefix.
 SETTLED = {
     "spec": Restarts.NONE,
     "spec.image": Restarts.PODS,
@@ -51,15 +51,15 @@ SETTLED = {
 }
 
 
-def settled(path: str) -> Restarts:
+def expected(path: str) -> Restarts:
     general = re.sub(r"spec\.pools\.(encoder|prefill|decode)", "spec.pools.*", path)
     fitting = [p for p in SETTLED if general == p or general.startswith((f"{p}.", f"{p}["))]
     return SETTLED[max(fitting, key=len)]
 
 
 @pytest.mark.parametrize("path", sorted(path for path, row in ROWS.items() if row.example))
-def test_every_field_declares_the_settled_class(path: str) -> None:
-    assert ROWS[path].restarts == settled(path)
+def test_every_field_declares_the_expected_class(path: str) -> None:
+    assert ROWS[path].restarts == expected(path)
 
 
 @pytest.mark.parametrize("path", sorted(LEAVES))
@@ -77,14 +77,14 @@ def test_the_operator_restarts_what_the_field_declares(path: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["encoder", "prefill", "decode"])
-def test_a_change_in_one_pool_leaves_the_others_alone(role: str) -> None:
+def test_a_change_in_one_pool_restarts_no_other_pool(role: str) -> None:
     path = f"spec.pools.{role}.engine.extraArgs"
     before, after = revisions(MAXIMAL), revisions(changed(MAXIMAL, LEAVES[path]))
     assert {key[0].value for key in before if before[key] != after[key]} == {role}
 
 
 def revisions(manifest: dict[str, Any]) -> dict[tuple[Role, str], str]:
-    """Return what each role and variant should run, with nothing running yet."""
+    """The wanted revision of each role and variant, without running pods."""
     service, shared = keep_defaults(parsed(manifest), (), worker_image="triptych/worker:test")
     return {key: item.id for key, item in current_revisions(service, shared, ()).items()}
 
@@ -95,7 +95,7 @@ def parsed(manifest: dict[str, Any]) -> api.VLMService:
 
 
 def changed(manifest: dict[str, Any], row: Row) -> dict[str, Any]:
-    """Return the manifest with another valid value at one path."""
+    """The manifest with another valid value at one path."""
     for value in candidates(row):
         result = copy.deepcopy(manifest)
         *parents, last = row.path.split(".")
@@ -103,7 +103,7 @@ def changed(manifest: dict[str, Any], row: Row) -> dict[str, Any]:
         for part in parents:
             target = target.setdefault(part, {})
         target[last] = value
-        if last == "mode":  # each mode wants numbers of its own; parse reads those of its mode
+        if last == "mode":  # each mode has its own numbers, and parse reads only those
             target |= (
                 {"replicas": 1, "minReplicas": 1, "maxReplicas": 4} if "scaling" in parents else {}
             )
@@ -116,7 +116,7 @@ def changed(manifest: dict[str, Any], row: Row) -> dict[str, Any]:
 
 
 def candidates(row: Row) -> list[Any]:
-    """Return the field's example and, should that be what stands there, something else."""
+    """The field's example, and another value if the manifest has the example."""
     example = json.loads(row.example)
     choices = [int(c) if c.isdigit() else c for c in re.findall(r"`([^`]+)`", row.type)]
     if choices:

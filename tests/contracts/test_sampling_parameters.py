@@ -20,17 +20,17 @@ KERNELS = {
     "kernels/vlm_kernels/sampling_edits.py",
 }
 NUM_OTHER_FILES = 3  # worker.proto, the C++ and docs/openai.md
-# Other files that name a parameter, because it has a meaning of its own there.
+# Other files that name a parameter, with the reason.
 MEANINGS = {
     "temperature": {
-        "worker/vlm_worker/core/persistent_batch.py",  # a step without a draw is faster
+        "worker/vlm_worker/core/persistent_batch.py",  # a step without sampling is faster
         "worker/vlm_worker/gateway/request_preparation.py",  # `top_p` 0 is greedy
-        "worker/vlm_worker/testing.py",  # the simulated model draws, too
+        "worker/vlm_worker/testing.py",  # the simulated model samples too
     },
     "top_p": {"worker/vlm_worker/gateway/request_preparation.py"},
     "seed": {
-        "worker/vlm_worker/gateway/request_preparation.py",  # drawn if the client sends none
-        "worker/vlm_worker/gateway/endpoint.py",  # each choice has its own
+        "worker/vlm_worker/gateway/request_preparation.py",  # random if the client sends none
+        "worker/vlm_worker/gateway/endpoint.py",  # each choice has its own seed
         "worker/vlm_worker/testing.py",
     },
     "ignore_eos": {
@@ -41,7 +41,7 @@ MEANINGS = {
 
 
 def _naming(name: str) -> set[str]:
-    """The Python files of the product that use a parameter by name."""
+    """The Python files of the product that name a parameter."""
     used = re.compile(rf"""\.{name}\b|"{name}"|\b{name}(=|:)""")
     files = [*(ROOT / "worker").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     return {

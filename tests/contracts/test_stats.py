@@ -1,4 +1,4 @@
-"""/stats of a worker is what docs/stats.schema.json says, at every phase and for every role."""
+"""/stats conforms to docs/stats.schema.json in every phase and for every role."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def snapshot(*, kv: bool) -> Snapshot:
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("role", ["encoder", "prefill", "decode"])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_every_document_fits_the_schema(role: str, phase: Phase, loaded: bool) -> None:
+def test_every_document_conforms_to_the_schema(role: str, phase: Phase, loaded: bool) -> None:
     state = state_of(role, ENVIRONMENT)
     state.enter(phase, "loading weights 62 %")
     state.model = ModelFacts(512, 256, 1276, 1 << 20, "int8") if loaded else None
@@ -50,7 +50,7 @@ def test_every_document_fits_the_schema(role: str, phase: Phase, loaded: bool) -
     jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
 
 
-def test_the_operator_reads_on_which_device_a_worker_computes() -> None:
+def test_the_operator_reads_the_device_of_a_worker() -> None:
     state = state_of("decode", ENVIRONMENT)
     for device, read in ((None, ""), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
         state.device = device
@@ -58,10 +58,10 @@ def test_the_operator_reads_on_which_device_a_worker_computes() -> None:
         jsonschema.validate(document, SCHEMA)
         assert parse_stats(document).device == read
         del document["device"]
-        assert parse_stats(document).device == "", "an older image does not say"
+        assert parse_stats(document).device == "", "an older image does not report it"
 
 
-def test_the_operator_reads_what_a_worker_was_busy_with() -> None:
+def test_the_operator_reads_the_busy_time_of_a_worker() -> None:
     busy = {
         WorkKind.PREFILL: BusyTime(1.5, 3, 2, 300, 4.5e6),
         WorkKind.ENCODE: BusyTime(0.25, 1, 2, 64, 2048.0),
@@ -96,7 +96,7 @@ def test_the_operator_reads_the_gaps_and_stages_of_a_gateway() -> None:
     assert (encode.missed, encode.buckets[0.1], encode.buckets[0.25]) == (0.2, 0, 1)
 
 
-def test_a_process_outside_of_a_cluster_has_a_document_too() -> None:
+def test_a_process_outside_a_cluster_has_a_document_too() -> None:
     jsonschema.validate(stats_document(state_of("decode", {}), None), SCHEMA)
 
 
@@ -129,7 +129,7 @@ def test_each_part_has_the_fields_that_the_schema_requires(part: str, source: An
     assert {field.name for field in dataclasses.fields(source)} == _required(part)
 
 
-def test_a_document_without_a_required_part_does_not_fit() -> None:
+def test_a_document_without_a_required_part_is_invalid() -> None:
     document = stats_document(state_of("decode", ENVIRONMENT), None)
     del document["queue"]
     with pytest.raises(jsonschema.ValidationError, match="queue"):

@@ -1,4 +1,4 @@
-"""The checks of tools/ find what they look for."""
+"""The checks in tools/ find violations."""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +18,7 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-def test_a_retired_term_is_found_as_a_whole_word_where_it_is_retired():
+def test_a_retired_term_is_found_as_a_whole_word_in_its_files():
     terms = tool("terms")
     table = terms.read("# comment\nroom => buffer | only worker/* | allowed worker/old.py\n")
     text = "a mushroom\nthe room\nrooms and room_of\n"
@@ -54,7 +54,7 @@ def test_importers_are_counted_through_packages_and_relative_imports():
     }
 
 
-def test_each_suite_is_fast_or_left_out_with_a_reason():
+def test_each_suite_is_fast_or_excluded_with_a_reason():
     fast = tool("test_fast")
     root = TOOLS.parent
     assert all((root / path).is_dir() and reason for path, reason in fast.LEFT_OUT.items())

@@ -1,4 +1,4 @@
-"""The contract's page names every flag that `vlm-worker --help` shows."""
+"""docs/contract.md names exactly the flags that `vlm-worker --help` shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMED = set(re.findall(r"--[a-z][a-z-]+", PAGE))
 
 
 def flags() -> dict[str, set[str]]:
-    """By command, what help shows."""
+    """The flags that help shows, by command."""
     (commands,) = (
         action
         for action in command_line()._actions
@@ -38,5 +38,5 @@ def test_the_page_names_every_visible_flag(command: str) -> None:
     assert flags()[command] <= NAMED
 
 
-def test_the_page_names_no_flag_that_there_is_not() -> None:
+def test_the_page_names_no_other_flag() -> None:
     assert set().union(*flags().values(), {"--help"}) >= NAMED

@@ -1,4 +1,4 @@
-"""Runs the real helm over the chart."""
+"""Fixtures that run helm with the chart."""
 
 import pathlib
 import subprocess
@@ -31,6 +31,6 @@ def chart() -> str:
 
 @pytest.fixture(scope="session")
 def installed(control_plane: ControlPlane) -> ControlPlane:
-    """The shared control plane with install.yaml applied; pods run if other tests brought nodes."""
+    """The shared control plane with install.yaml applied; pods run if other tests added nodes."""
     control_plane.kubectl("apply", "-f", str(ROOT / "install.yaml"))
     return control_plane

@@ -1,4 +1,4 @@
-"""The chart renders what it should, and refuses what it does not know."""
+"""The chart renders the expected objects and refuses invalid values."""
 
 import pathlib
 import re
@@ -54,7 +54,9 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 @pytest.mark.parametrize("more", [(), ("--set", "tolerations[0].operator=Exists")])
-def test_the_operator_leaves_a_lost_node_soon(helm: Helm, chart: str, more: tuple[str, ...]):
+def test_the_operator_leaves_a_lost_node_after_30_seconds(
+    helm: Helm, chart: str, more: tuple[str, ...]
+):
     operator = one(rendered(helm, chart, *more), "Deployment", "triptych-operator")
     found = operator["spec"]["template"]["spec"]["tolerations"]
     seconds = {item["key"]: item["tolerationSeconds"] for item in found if "key" in item}
@@ -62,7 +64,7 @@ def test_the_operator_leaves_a_lost_node_soon(helm: Helm, chart: str, more: tupl
     assert ({"operator": "Exists"} in found) is bool(more)
 
 
-def test_lint_is_content_with_both_value_sets(helm: Helm, chart: str, values_file: str) -> None:
+def test_lint_accepts_both_value_sets(helm: Helm, chart: str, values_file: str) -> None:
     helm("lint", "--strict", chart)
     helm("lint", "--strict", chart, "--values", values_file)
 
@@ -76,7 +78,7 @@ def test_the_crds_are_those_of_the_folder_crds(helm: Helm, chart: str) -> None:
         assert shipped["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_crds_can_be_left_out_or_removed(helm: Helm, chart: str) -> None:
+def test_crds_can_be_disabled_or_removed(helm: Helm, chart: str) -> None:
     without = rendered(helm, chart, "--set", "crds.enabled=false")
     assert not [item for item in without if item["kind"] == "CustomResourceDefinition"]
     loose = rendered(helm, chart, "--set", "crds.keep=false")
@@ -87,9 +89,7 @@ def test_crds_can_be_left_out_or_removed(helm: Helm, chart: str) -> None:
     )
 
 
-def test_the_operator_understands_its_command_line(
-    helm: Helm, chart: str, values_file: str
-) -> None:
+def test_the_operator_accepts_its_command_line(helm: Helm, chart: str, values_file: str) -> None:
     for arguments in ([], ["--values", values_file]):
         deployment = one(rendered(helm, chart, *arguments), "Deployment", "triptych-operator")
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -105,7 +105,7 @@ def test_the_operator_understands_its_command_line(
         assert {port["containerPort"] for port in container["ports"]} == {read.metrics_port}
 
 
-def test_the_clusters_network_reaches_the_operator(helm: Helm, chart: str) -> None:
+def test_the_network_values_become_flags_of_the_operator(helm: Helm, chart: str) -> None:
     chosen = "apiServerPorts={16443},dns.namespace=openshift-dns,dns.ports={5353}"
     arguments = [word for pair in chosen.split(",") for word in ("--set", f"network.{pair}")] + [
         "--set",
@@ -120,19 +120,21 @@ def test_the_clusters_network_reaches_the_operator(helm: Helm, chart: str) -> No
 
 
 @pytest.mark.parametrize("value", ["apiServerPorts={70000}", "apiServerPorts={}", "dns.ports={x}"])
-def test_a_port_that_is_none_is_refused(helm: Helm, chart: str, value: str) -> None:
+def test_an_invalid_port_is_refused(helm: Helm, chart: str, value: str) -> None:
     arguments = ("template", "t", chart, "--set", f"network.{value}")
     assert "/network/" in helm(*arguments, check=False).stderr.replace(".", "/")
 
 
-def test_the_default_images_are_of_no_registry_that_others_can_fill(helm: Helm, chart: str) -> None:
+def test_the_registry_of_the_default_images_cannot_contain_images_of_others(
+    helm: Helm, chart: str
+) -> None:
     deployment = one(rendered(helm, chart), "Deployment", "triptych-operator")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     named = [container["image"], *(a for a in container["args"] if a.startswith("--worker-image="))]
     assert [name.rpartition("=")[2].partition("/")[0] for name in named] == ["localhost"] * 2
 
 
-def test_a_digest_wins_over_the_tag(helm: Helm, chart: str, values_file: str) -> None:
+def test_a_digest_replaces_the_tag(helm: Helm, chart: str, values_file: str) -> None:
     deployment = one(
         rendered(helm, chart, "--values", values_file), "Deployment", "triptych-operator"
     )
@@ -141,7 +143,7 @@ def test_a_digest_wins_over_the_tag(helm: Helm, chart: str, values_file: str) ->
     assert container["image"] == f"registry.example.com/triptych/operator@sha256:{digest}"
 
 
-def test_named_namespaces_get_roles_and_the_cluster_role_keeps_what_is_no_namespaces(
+def test_with_named_namespaces_the_cluster_role_has_only_cluster_resources(
     helm: Helm, chart: str, values_file: str
 ) -> None:
     manifests = rendered(helm, chart, "--values", values_file)
@@ -174,14 +176,14 @@ def test_the_operator_has_its_rights_and_no_wildcard(helm: Helm, chart: str) -> 
         assert not {"impersonate", "escalate", "bind"} & set(rule["verbs"])
 
 
-def test_the_operator_may_do_what_it_grants_to_gateways(helm: Helm, chart: str) -> None:
+def test_the_operator_has_every_right_that_it_grants_to_gateways(helm: Helm, chart: str) -> None:
     role = one(rendered(helm, chart), "ClusterRole", "triptych-system:triptych-operator")
     (resource,) = GATEWAY_RULE["resources"]
     own = next(rule for rule in role["rules"] if resource in rule["resources"])
     assert set(GATEWAY_RULE["verbs"]) <= set(own["verbs"])
 
 
-def test_releases_of_one_name_in_two_namespaces_share_no_object(helm: Helm, chart: str) -> None:
+def test_releases_with_one_name_in_two_namespaces_share_no_object(helm: Helm, chart: str) -> None:
     def release(namespace: str) -> set[tuple[str, str, str]]:
         values = f"crds.enabled=false,watchNamespaces={{{namespace}-apps}}"
         text = helm("template", "triptych", chart, "-n", namespace, "--set", values).stdout
@@ -219,7 +221,9 @@ def test_releases_of_one_name_in_two_namespaces_share_no_object(helm: Helm, char
         pytest.param("serviceAccount.create=false", "serviceAccount.name is required", id="nobody"),
     ],
 )
-def test_wrong_values_are_refused_by_name(helm: Helm, chart: str, argument: str, says: str) -> None:
+def test_invalid_values_are_refused_by_name(
+    helm: Helm, chart: str, argument: str, says: str
+) -> None:
     answer = helm("template", "triptych", chart, "--set", argument, check=False)
     assert answer.returncode != 0
     assert says in answer.stderr
@@ -236,11 +240,11 @@ def test_wrong_values_are_refused_by_name(helm: Helm, chart: str, argument: str,
         r"podLabels.sidecar\.istio\.io/inject=",
     ],
 )
-def test_right_values_are_taken(helm: Helm, chart: str, argument: str) -> None:
+def test_valid_values_are_accepted(helm: Helm, chart: str, argument: str) -> None:
     assert rendered(helm, chart, "--set", argument)
 
 
-def test_a_pods_label_wins_over_the_common_one(helm: Helm, chart: str) -> None:
+def test_a_pod_label_replaces_the_common_label(helm: Helm, chart: str) -> None:
     sets = (
         "--set",
         "commonLabels.team=a",
@@ -257,7 +261,7 @@ def test_a_pods_label_wins_over_the_common_one(helm: Helm, chart: str) -> None:
     assert sorted(re.findall("team: (.)", text.stdout)) == ["a", "a", "d"]
 
 
-def test_every_value_has_a_schema_and_every_schema_a_value() -> None:
+def test_values_and_schema_have_the_same_keys() -> None:
     values = yaml.safe_load((ROOT / "helm/triptych/values.yaml").read_text())
     schema = yaml.safe_load((ROOT / "helm/triptych/values.schema.json").read_text())
     assert set(values) == set(schema["properties"]) - {"global"}

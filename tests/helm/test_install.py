@@ -1,4 +1,4 @@
-"""The chart and install.yaml on a real API server: accepted, restricted, rights enough."""
+"""The chart and install.yaml on a real API server: Pod Security and rights."""
 
 import json
 import pathlib
@@ -37,7 +37,7 @@ def test_the_operators_pod_passes_pod_security_restricted(installed: ControlPlan
     text = installed.kubectl("-n", "triptych-system", "get", "pods", "-o", "json").stdout
     (pod,) = json.loads(text)["items"]
     assert pod["spec"]["serviceAccountName"] == "triptych-operator"
-    # the namespace does enforce it: the same pod with one right more is refused
+    # the namespace enforces it: the same pod with one more capability is refused
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "risen"}, "spec": pod["spec"]}
     pod["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
     refused = installed.kubectl(
@@ -90,14 +90,14 @@ async def test_a_user_with_edit_may_write_services_and_scale_pools(installed: Co
     async def may_create() -> bool:
         return eve("create", "vlmservices.triptych.dev") == "yes"
 
-    # Aggregation is the controller manager's work: it takes a moment.
+    # The controller manager aggregates asynchronously.
     await until(may_create, seconds=20, awaited="the aggregated role")
     assert eve("patch", "vlmpools.triptych.dev", "--subresource=scale") == "yes"
     assert eve("patch", "vlmpools.triptych.dev") == "no"
     installed.kubectl("delete", "namespace", "editors", "--wait=false")
 
 
-def test_helm_installs_upgrades_and_leaves_the_crds(
+def test_helm_installs_upgrades_and_keeps_the_crds(
     helm: Helm, chart: str, control_plane: ControlPlane
 ) -> None:
     release = ("-n", "helm-system", f"--kubeconfig={control_plane.kubeconfig}")
@@ -114,10 +114,10 @@ def test_helm_installs_upgrades_and_leaves_the_crds(
     assert control_plane.kubectl("get", "crd", f"{names.PLURAL_SERVICE}.{names.GROUP}").stdout
 
 
-def test_two_releases_of_named_namespaces_install_side_by_side(
+def test_two_releases_with_named_namespaces_can_be_installed(
     helm: Helm, chart: str, installed: ControlPlane
 ) -> None:
-    """The same name, two namespaces: each operator grants where it looks, and nowhere else."""
+    """Each operator can grant rights only in the namespaces that it watches."""
     teams = ("red", "blue")
     for team in teams:
         installed.kubectl("create", "namespace", f"{team}-apps")
@@ -140,7 +140,7 @@ def test_two_releases_of_named_namespaces_install_side_by_side(
     assert "forbidden" in grant("red", "blue-apps", "watch").stderr
     assert "attempting to grant" in grant("red", "red-apps", "deletecollection").stderr
     helm("uninstall", "triptych", "-n", "red-system", f"--kubeconfig={installed.kubeconfig}")
-    assert grant("blue", "blue-apps", "list").returncode == 0, "the other release works on"
+    assert grant("blue", "blue-apps", "list").returncode == 0, "the other release still works"
     helm("uninstall", "triptych", "-n", "blue-system", f"--kubeconfig={installed.kubeconfig}")
     for team in teams:
         for namespace in (f"{team}-apps", f"{team}-system"):

@@ -1,4 +1,4 @@
-"""The operator under the chart's ServiceAccount: no right is missing, and none lies idle."""
+"""The operator needs every right of the chart's ServiceAccount, and no other."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ SERVICE = {
             },
             "decode": {"scaling": {"mode": "Manual", "replicas": 1}},
         },
-        # without nodes nothing becomes ready: only this strategy lets the old pods go before
+        # without nodes nothing becomes ready: only this strategy removes the old pods before that
         "rollout": {"strategy": "Recreate"},
     },
 }
@@ -45,22 +45,22 @@ CLASS = {
 }
 Right = tuple[str, str, str]
 
-# Granted, and rightly not in this audit log.
+# Granted, but not used in this test, with reasons.
 ELSEWHERE = {
-    "create": "asked by the first server-side apply of an object, logged as patch",
+    "create": "needed by the first server-side apply of an object, which is logged as patch",
     "pods patch": "the deletion cost, written once pods run",
     "pods/status patch": "the accepting gate, written once containers are ready",
-    "vlmservices/finalizers update": "OwnerReferencesPermissionEnforcement asks for it",
-    "pods get": "held so that it may be granted to gateways",
-    "roles delete": "what an earlier version left behind is pruned",
-    "configmaps delete": "what an earlier version left behind is pruned",
-    "rolebindings delete": "what an earlier version left behind is pruned",
+    "vlmservices/finalizers update": "OwnerReferencesPermissionEnforcement requires it",
+    "pods get": "held because it is granted to gateways",
+    "roles delete": "objects of earlier versions are deleted",
+    "configmaps delete": "objects of earlier versions are deleted",
+    "rolebindings delete": "objects of earlier versions are deleted",
 }
 
 
 @contextlib.asynccontextmanager
 async def operator(cluster: ControlPlane, folder: pathlib.Path) -> AsyncIterator[None]:
-    """Run the operator's process with the ServiceAccount's token, for one namespace."""
+    """Run the operator with the ServiceAccount's token, for one namespace."""
     token = cluster.kubectl("-n", "triptych-system", "create", "token", "triptych-operator").stdout
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": token.strip()}
@@ -81,7 +81,7 @@ async def operator(cluster: ControlPlane, folder: pathlib.Path) -> AsyncIterator
 
 
 async def no_other_operator(cluster: ControlPlane) -> None:
-    """End the chart's own pod, which runs where other tests brought nodes, and would lead."""
+    """End the chart's pod, which runs and leads if other tests added nodes."""
     system = ("-n", "triptych-system")
     cluster.kubectl(*system, "scale", "deployment/triptych-operator", "--replicas=0")
 
@@ -92,7 +92,7 @@ async def no_other_operator(cluster: ControlPlane) -> None:
 
 
 def granted() -> set[Right]:
-    """Every (group, resource, verb) of the operator's own roles in install.yaml."""
+    """Every (group, resource, verb) of the operator's roles in install.yaml."""
     found = set()
     for item in yaml.safe_load_all((ROOT / "install.yaml").read_text()):
         if item["kind"] in ("Role", "ClusterRole") and item["metadata"]["name"] in (
@@ -110,14 +110,14 @@ def granted() -> set[Right]:
 
 
 def requests(cluster: ControlPlane, *, since: int) -> list[dict[str, Any]]:
-    """What the operator asked of the API server, from a place in the audit log on."""
+    """Requests of the operator to the API server, from an offset in the audit log on."""
     events, _ = cluster.audited(since=since)
-    # who was refused as unknown has no name
+    # requests with an unknown token have no user name
     return [event for event in events if event["user"].get("username") == USER]
 
 
 def idle_rights(events: list[dict[str, Any]]) -> set[str]:
-    """What the chart grants and nobody asked for in these events."""
+    """Rights of the chart that these events do not use."""
     used = set()
     for event in events:
         where = event.get("objectRef", {})

@@ -68,7 +68,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{- /* What the operator may do in the namespaces that it looks after. */ -}}
+{{- /* Rights of the operator in the namespaces that it watches. */ -}}
 {{- define "triptych.rules" -}}
 # what users write: read, our finalizer, status
 - apiGroups: [triptych.dev]
