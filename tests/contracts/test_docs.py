@@ -17,6 +17,7 @@ MAX_LINE = 130  # text is wrapped at 120; a rename may make a line longer
 WIDE = ("api.md",)  # generated
 PROSE = [page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.name not in WIDE]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)|!\[[^\]]*\]\(([^)\s]+)\)")
+ANCHOR = re.compile(r"\]\(([^)#\s:]*\.md)?#([^)\s]+)\)")
 WALK_BUDGETS = {"docs/request.md": 2300, "docs/vlmservice.md": 1500}
 STEP = re.compile(r"\]\(([^)#]+\.py)\)")
 
@@ -26,9 +27,26 @@ def _links(page: Path) -> list[str]:
     return [link for link in found if "://" not in link and not link.startswith("mailto:")]
 
 
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_link_names_a_file(page):
     missing = [link for link in _links(page) if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_anchor_names_a_heading(page):
+    links = [
+        (page.parent / link if link else page, anchor)
+        for link, anchor in ANCHOR.findall(page.read_text())
+    ]
+    missing = [anchor for target, anchor in links if anchor not in _anchors(target)]
     assert not missing
 
 
