@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 
 
 def arrivals(rate: float) -> Iterator[Sequence]:
-    """Requests as they come; the same ones for every policy."""
+    """Requests by arrival; the same ones for every policy."""
     chance, now = random.Random(1), 0.0
     for number in range(NUM_REQUESTS):
         now += chance.expovariate(rate)

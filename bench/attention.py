@@ -28,7 +28,7 @@ SECONDS = 0.12
 
 @dataclass(frozen=True)
 class Shape:
-    """Equal segments of `num_queries` each, the last of their `num_keys`."""
+    """Equal segments; each has `num_queries` queries, the last positions of `num_keys` keys."""
 
     name: str
     num_segments: int

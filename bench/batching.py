@@ -72,7 +72,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answers:
-    """To one trace: its beginning, and the time of each token of each."""
+    """The responses to one trace: its start, and the time of each token."""
 
     began: float
     times: Sequence[Sequence[float]]
@@ -114,7 +114,7 @@ def continuous(engine: OwnEngine, trace: Trace) -> Answers:
 
 
 def static(engine: OwnEngine, trace: Trace) -> Answers:
-    """A batch at a time; nobody has all of an answer before the batch has its last token."""
+    """Runs one batch at a time; no answer is complete before the last token of the batch."""
     began = time.perf_counter()
     times: list[Sequence[float]] = []
     while len(times) < NUM_REQUESTS:
@@ -130,7 +130,7 @@ def static(engine: OwnEngine, trace: Trace) -> Answers:
 
 
 def figures(runs: Sequence[tuple[Trace, Answers]]) -> dict[str, Any]:
-    """Of all requests of all rounds."""
+    """Percentiles over all requests of all rounds."""
     first, whole, speeds = [], [], []
     for trace, answers in runs:
         came = [answers.began + arrival for arrival in trace.arrivals]
@@ -146,7 +146,7 @@ def figures(runs: Sequence[tuple[Trace, Answers]]) -> dict[str, Any]:
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """By percent, in milliseconds."""
+    """Percentiles in milliseconds."""
     found = np.percentile(seconds, PERCENTS) * 1e3
     return {f"p{p}": round(float(each), 1) for p, each in zip(PERCENTS, found, strict=True)}
 

@@ -39,7 +39,7 @@ HEAD = b'{"model":"shapes","max_tokens":1,"messages":[{"role":"user","content":"
 
 
 def repeated(unit: bytes) -> bytes:
-    """An array of one unit, again and again."""
+    """An array that repeats one unit."""
     return HEAD + b"[" + unit * (NUM_BYTES // len(unit)) + b"0]}"
 
 
@@ -50,7 +50,7 @@ def of_parts() -> bytes:
 
 
 def of_image(num_bytes: int, text: str = "") -> bytes:
-    """One image without meaning, and a text."""
+    """One noise image, and a text."""
     url = b"data:image/png;base64," + base64.b64encode(os.urandom(num_bytes * 3 // 4))
     parts = [{"type": "image_url", "image_url": {"url": "URL"}}, {"type": "text", "text": text}]
     body = {"model": "shapes", "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
@@ -65,7 +65,7 @@ def beside_image(rest: bytes) -> bytes:
 
 
 def filled(unit: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
-    """As much of one unit as is parsed."""
+    """One unit, repeated up to the parsed maximum."""
     return before + unit * ((REST_BYTES - 2**11) // len(unit)) + after
 
 
@@ -147,7 +147,7 @@ async def process(ready: str, *args: str) -> AsyncIterator[None]:
 
 
 async def stream(port: int, gaps: list[float], stop: asyncio.Event) -> None:
-    """One answer after another; notes the time between two pieces of one answer."""
+    """Stream answers one after another; record the gaps within each."""
     request = {"model": "shapes", "messages": [{"role": "user", "content": "hi"}], "stream": True,
                "max_tokens": 1000, "ignore_eos": True}  # fmt: skip
     body = json.dumps(request).encode()
@@ -169,7 +169,7 @@ async def stream(port: int, gaps: list[float], stop: asyncio.Event) -> None:
 
 
 async def sink(port: int) -> None:
-    """This process reads bodies of `NUM_BYTES` at a gateway's pace, and does nothing with them."""
+    """The process that reads bodies of `NUM_BYTES` as fast as a gateway, and discards them."""
 
     async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         num_left = NUM_BYTES
@@ -186,7 +186,7 @@ async def sink(port: int) -> None:
 
 @contextlib.asynccontextmanager
 async def sink_process() -> AsyncIterator[int]:
-    """The port of a sink, ended on leaving."""
+    """The port of a sink, which is ended on exit."""
     port = free_port()
     running = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--sink", f"--port={port}", stdout=asyncio.subprocess.PIPE
@@ -216,7 +216,7 @@ async def gaps_of(port: int, num_streams: int, seconds: float) -> list[float]:
 
 
 async def send(port: int, body: bytes, seconds: float, statuses: Counter[str]) -> None:
-    """One body after another, each on a connection of its own."""
+    """Send bodies one after another, each on a new connection."""
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -236,7 +236,7 @@ async def send(port: int, body: bytes, seconds: float, statuses: Counter[str]) -
 
 
 async def sender(shape: str, port: int, num_senders: int, seconds: float) -> None:
-    """This process sends; prints how it was answered."""
+    """The process that sends; prints the responses."""
     body = SHAPES[shape]()
     os.nice(19)
     statuses: Counter[str] = Counter()
@@ -264,7 +264,7 @@ async def under_load(
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """In milliseconds."""
+    """A percentile of sorted seconds, in milliseconds."""
     return round(ordered[round(share * (len(ordered) - 1))] * 1e3, 2)
 
 

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_larger(directory: Path) -> Path:
-    """A servable model of random weights: 8 text layers of 512, 6 vision layers of 384."""
+    """A model of random weights: 8 text layers of 512, 6 vision layers of 384."""
     import torch
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 
@@ -170,7 +170,7 @@ def body(content: list[dict[str, Any]]) -> bytes:
 
 
 def send(server: Server, data: bytes) -> httpx.Response:
-    """Its answer, which is none of an error."""
+    """Its response; raises if it is an error."""
     headers = {"Content-Type": "application/json"}
     response = server.client.post("/v1/chat/completions", content=data, headers=headers)
     assert response.status_code == 200, response.text
@@ -207,7 +207,7 @@ def measure(server: Server, *, num_rounds: int, num_tokens: int) -> dict[str, An
         for kind, content in contents.items():
             taken, used, counted = ask(server, content)
             assert kind == "empty" or counted == num_tokens, (kind, counted)
-            if number >= 2:  # the first rounds warm up, and make `known` known
+            if number >= 2:  # the first rounds warm up, and cache `known`
                 seconds.setdefault(kind, []).append(taken)
                 cpu.setdefault(kind, []).append(used)
     figures: dict[str, Any] = {

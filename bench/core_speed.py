@@ -23,7 +23,7 @@ NUM_PASSES = 4
 
 
 def core_seconds() -> float:
-    """This thread's processor time for a fixed piece of bookkeeping: some 100 us."""
+    """This thread's processor time for a fixed amount of work, about 100 us."""
     began = time.thread_time()
     for _ in range(NUM_PASSES):
         counts = _COUNTS + 1
@@ -44,7 +44,7 @@ class Counted:
 
     @classmethod
     def of(cls, probes: Sequence[float]) -> Counted:
-        """By the seconds that the probe took in each round."""
+        """Select rounds by the seconds of their probe."""
         rounds = stable_rounds(probes)
         if len(rounds) < MIN_ROUNDS:
             rounds = list(range(len(probes)))
@@ -53,12 +53,12 @@ class Counted:
         return cls(rounds, len(probes), statistics.median(kept) * 1e6, moved)
 
     def median(self, values: Sequence[float]) -> float:
-        """Of the rounds that count, of one value a round."""
+        """The median over the rounds that count; one value per round."""
         return statistics.median(values[i] for i in self.rounds)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As lines of results have them."""
+        """The fields of a line of results."""
         return {
             "probe_us": round(self.probe_us, 1),
             "probes_moved": round(self.probes_moved, 2),

@@ -37,7 +37,7 @@ _seeds = itertools.count(1)
 
 
 def prompt_of(side: int, num_output: int, *, num_words: int = NUM_WORDS) -> Prompt:
-    """A new prompt with a new square image of `side` pixels; 0 is none."""
+    """A new prompt with a new square image of `side` pixels; 0: no image."""
     rng = np.random.default_rng(next(_seeds))
     words = rng.integers(random_vlm.FIRST_WORD, random_vlm.LAST_WORD, num_words).tolist()
     if not side:
@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
         model_dir = random_vlm.make_model(Path(directory), random_vlm.SMALL, max_side=max(SIDES))
         engine = OwnEngine(model_dir, threads=args.threads)
-        engine.answer([prompt_of(224, 2)])  # what only the first request pays
+        engine.answer([prompt_of(224, 2)])  # warm-up
         for point in (*itl_points(engine, args.tokens), *kv_points(engine)):
             print(json.dumps(point), flush=True)
         engine.close()

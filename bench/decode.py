@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
-    """A model runner of the stages, of decode if none is named."""
+    """A model runner of the stages; default: decode."""
     from vlm_worker.model.build import RunnerSettings, build_runner
     from vlm_worker.serve.process import freeze_gc
     from vlm_worker.types import Stage
@@ -84,12 +84,12 @@ def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
 
 
 def decode_step(runner: Any, batch: int) -> Any:
-    """One new token for each of `batch` sequences that have `CONTEXT` tokens each."""
+    """Inputs of one new token for `batch` sequences of `CONTEXT` tokens."""
     return step_inputs(runner, batch=batch, num_new=1, context=CONTEXT)
 
 
 def step_inputs(runner: Any, *, batch: int, num_new: int, context: int) -> Any:
-    """`num_new` tokens for each of `batch` sequences that have `context`; the last is sampled."""
+    """Inputs of `num_new` tokens for `batch` sequences of `context` tokens; the last is sampled."""
     from vlm_worker.core.step_values import SampleParams, StepInputs
 
     block_size = runner.kv_layout.block_size

@@ -60,7 +60,7 @@ class TimedRunner(ChecksumRunner):
         self._ended: tuple[float, float] | None = None
 
     def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
-        """After the wait, the probe first."""
+        """Run the probe, then sample."""
         self.probes.append(core_seconds())
         return super().choose(contexts, params)
 
@@ -117,7 +117,7 @@ def figures(num_running: int, rounds: Sequence[Round]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Round:
-    """Medians of one run, in seconds: between steps, processor time of it, and the probe."""
+    """Medians of one run in seconds: between steps, its processor time, and the probe."""
 
     wall: float
     cpu: float
@@ -145,7 +145,7 @@ async def measure(num_running: int, round_number: int) -> Round:
 
 
 async def answer(engine: Engine, request: Request) -> None:
-    """To its end."""
+    """Read a stream to its end."""
     async for event in engine.submit_prefill(request, for_peer=False):
         if isinstance(event, FailedEvent):
             raise event.error

@@ -101,7 +101,7 @@ class Direct:
         self._prompt = language.chat([Message("user", tuple(parts))], counts)
 
     async def ask(self) -> float:
-        """Seconds to FirstToken; all is freed afterwards."""
+        """Seconds to FirstToken; then free the resources."""
         key = RequestKey(uuid.uuid4().hex, 1)
         started = time.perf_counter()
         try:
@@ -166,7 +166,7 @@ class Direct:
 
 
 async def ask_gateway(client: httpx.AsyncClient, body: bytes) -> tuple[float, dict[str, float]]:
-    """Seconds to the first token's bytes, and the gateway's own account of them."""
+    """Seconds to the bytes of the first token, and the stages that the gateway reports."""
     timing: dict[str, Any] = {}
     seconds = 0.0
     headers = {"content-type": "application/json"}

@@ -23,7 +23,7 @@ PREFILL_TOKENS = 575
 
 
 def decode_batches(round_number: int, batch: int) -> list[list[Call]]:
-    """The prompts of one round answered with 1 token, others of their length with 65."""
+    """The prompts of one round with 1 token each, and others of the same length with 65."""
     first = round_number * 10_000 + batch * 100
     return [
         [Call(NUM_WORDS, False, num_output, first + offset + i) for i in range(batch)]

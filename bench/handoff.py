@@ -80,7 +80,7 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one answer."""
+    """Times of one answer, in seconds."""
 
     prefill: float
     exposed: float
@@ -134,7 +134,7 @@ async def measure(model_dir: Path, case: Case, *, num_rounds: int) -> dict[str, 
 
 
 def prompt(case: Case, name: str) -> Request:
-    """Words that no other prompt has."""
+    """Words of a unique prompt."""
     rng = random.Random(name)
     words = range(random_vlm.FIRST_WORD, random_vlm.LAST_WORD)
     tokens = tuple(rng.choice(words) for _ in range(case.num_tokens))
@@ -145,7 +145,7 @@ def prompt(case: Case, name: str) -> Request:
 async def answer(
     prefill: WorkerClient, decode: WorkerClient, request: Request, *, overlap: bool
 ) -> Times:
-    """One prompt; decode is called when prefill has taken it, or when it is done."""
+    """Run one prompt; call decode when prefill has accepted it, or when it has ended."""
     began = time.perf_counter()
     decoding: asyncio.Task[tuple[float, list[float]]] | None = None
     renewing: asyncio.Task[None] | None = None
@@ -163,7 +163,7 @@ async def answer(
                 )
                 if overlap:
                     decoding = asyncio.create_task(continue_from(decode, request, kv))
-                else:  # as a consumer does that waits
+                else:  # as a waiting consumer does
                     renewing = asyncio.create_task(renew(prefill, kv))
             if isinstance(reply.event, FirstToken):
                 first = time.perf_counter()

@@ -58,12 +58,12 @@ class Process:
 
     @property
     def own_declared(self) -> int:
-        """Without its children."""
+        """Declared bytes without those of its children."""
         return sum(self.declared.values()) - self.declared.get("decoders", 0)
 
 
 def status_bytes(pid: int, field: str) -> int:
-    """Of /proc; 0 of a process that is gone."""
+    """Bytes of a field of /proc/PID/status; 0 if the process has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -72,7 +72,7 @@ def status_bytes(pid: int, field: str) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that one has started."""
+    """The child processes of a process."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def children(pid: int) -> list[int]:
 
 
 async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Samples by name, or by name and their one label."""
+    """Samples by name, or by name and label value."""
     async with session.get(url) as reply:
         text = await reply.text()
     return {
@@ -93,7 +93,7 @@ async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def served(model: Path, *flags: str) -> AsyncIterator[tuple[str, list[Process]]]:
-    """The API's address and the processes behind it; they end with the context."""
+    """The API's address and its processes; they end with the context."""
     serve = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vlm_worker", "serve", str(model), "--split", "--port=0",
         f"--gateway-memory-bytes={GATEWAY_BYTES}", *flags,
@@ -173,7 +173,7 @@ class Crowd:
         self._until = time.monotonic() + seconds
 
     async def ask(self, kind: str, body: bytes | dict[str, Any]) -> None:
-        """Ask until there is an answer, as a client with patience does."""
+        """Retry until there is a response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", "x-request-timeout": "600"}
         while time.monotonic() < self._until:
@@ -216,7 +216,7 @@ class Crowd:
 
 
 def image_request(number: int, side: int, num_images: int) -> dict[str, Any]:
-    """Flat images of a colour that no other request has."""
+    """Flat images of a unique colour."""
     parts = []
     for one in range(num_images):
         colour = (number % 256, number // 256, one)
@@ -264,7 +264,7 @@ def seeing_more(model: Path, directory: Path, max_pixels: int) -> Path:
 
 
 async def measured(options: argparse.Namespace, model_dir: Path) -> None:
-    """Of one model."""
+    """Run the mix on one model; print its lines."""
     flags = [f"--request-memory-bytes={options.request_mib * MIB}"] if options.request_mib else []
     async with (
         served(model_dir, *flags) as (url, processes),

@@ -95,7 +95,7 @@ def measure(
 
 
 def ratio_of(some: list[float], others: list[float]) -> float:
-    """The median of the rounds' own."""
+    """The median over the rounds."""
     return round(statistics.median(a / b for a, b in zip(some, others, strict=True)), 3)
 
 
@@ -109,7 +109,7 @@ def patches_of(
     *,
     is_scaled: bool = False,
 ) -> np.ndarray:
-    """As a decode child and its worker make them; `is_scaled`: decoded no larger than needed."""
+    """Patches as a worker makes them; `is_scaled`: with `--jpeg-scaling=dct`."""
     size = (header.height, header.width)
     enough = processor.resized(*size) if is_scaled else None
     rgb = decode_rgb(data, header, enough=enough, canvas=tools.canvas)
@@ -117,7 +117,7 @@ def patches_of(
 
 
 def by_pillow(data: bytes, processor: DynamicProcessor, geometry: Geometry) -> np.ndarray:
-    """Normalised pixels `[3, height, width]`, the plain way."""
+    """Normalised pixels `[3, height, width]`, by Pillow and numpy."""
     with Image.open(io.BytesIO(data)) as image:
         size = (geometry.width, geometry.height)
         resized = image.convert("RGB").resize(size, Image.Resampling(processor.resample))

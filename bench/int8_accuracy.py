@@ -61,7 +61,7 @@ def runner_of(options: dict[str, Any]) -> Any:
 
 
 def answers_of(runner: Any, asked: list[Any]) -> list[list[int]]:
-    """Greedy tokens of every question, some of them together."""
+    """Greedy tokens of every question, in batches."""
     from worker.identity.questions import SHAPES
     from worker.identity.stepper import Stepper
 
@@ -90,7 +90,7 @@ def share_right(asked: list[Any], tokens: list[list[int]]) -> float:
 
 
 def share(some: list[Any], others: list[Any]) -> float:
-    """Of equal pairs."""
+    """The share of equal pairs."""
     return round(sum(a == b for a, b in zip(some, others, strict=True)) / len(some), 4)
 
 

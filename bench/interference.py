@@ -88,7 +88,7 @@ def on_cores(model_dir: Path, stages: str, cores: str) -> AbstractContextManager
 
 
 def long_enough(text: str) -> float:
-    """Seconds; a quantile of fewer tokens is chance."""
+    """Seconds per phase: a quantile needs enough tokens."""
     seconds = float(text)
     if seconds < LEAST_SECONDS:
         raise argparse.ArgumentTypeError(f"must be at least {LEAST_SECONDS:g}")
@@ -96,7 +96,7 @@ def long_enough(text: str) -> float:
 
 
 async def measure(here: str, there: str, *, seconds: float) -> dict[str, Any]:
-    """Milliseconds between tokens of an answer that `there` decodes."""
+    """Milliseconds between tokens of an answer that one worker decodes."""
     async with WorkerClient(here) as prefill, WorkerClient(there) as decode:
         files = [jpeg(seed) for seed in range(math.ceil(2 * seconds * IMAGES_PER_SECOND))]
         await send_image(prefill, files.pop())
@@ -146,7 +146,7 @@ async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -
 
 @contextlib.asynccontextmanager
 async def images(worker: WorkerClient, files: list[bytes]) -> AsyncIterator[Counter[str]]:
-    """They begin at their times, however long the last one takes; counts those begun and done.
+    """Send images at fixed times, even if the previous one has not ended; count started and done.
 
     Drawing an image would take the processor from decode, so the files are made before.
     """

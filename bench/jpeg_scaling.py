@@ -72,7 +72,7 @@ def enlarged(image: Image.Image, factor: float) -> bytes:
 def both(
     data: bytes, grid: tuple[int, int, int], processor: DynamicProcessor
 ) -> tuple[PreparedImage, PreparedImage]:
-    """Prepared for this grid, of all pixels and of no more than are needed."""
+    """The image prepared for this grid, decoded at full size and scaled."""
     header = read_header(data, item=0)
     height, width = grid[1] * processor.patch_size, grid[2] * processor.patch_size
     geometry = processor.geometry(height, width)
@@ -90,7 +90,7 @@ def both(
 def differences(
     exact: list[Any], scaled: list[Any], processor: DynamicProcessor, runner: Any
 ) -> dict[str, float]:
-    """Of pixels in levels, of embeddings in ratio to the length of an image's rows."""
+    """Differences of pixels in levels, and of embeddings relative to the length of the rows."""
     level = processor.rescale_factor / np.array(processor.image_std).mean()
     pixels, rows = [], []
     for question, other in zip(exact, scaled, strict=True):
@@ -109,7 +109,7 @@ def differences(
 
 
 def answers(exact: list[Any], scaled: list[Any], runner: Any) -> dict[str, float]:
-    """Shares that are right, of both, and that have the same tokens."""
+    """The shares of right answers of both, and of equal tokens."""
     tokens = [int8_accuracy.answers_of(runner, one) for one in (exact, scaled)]
     right = [int8_accuracy.share_right(exact, one) for one in tokens]
     return {

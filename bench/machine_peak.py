@@ -20,7 +20,7 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def machine_peak_probe(num_threads: int, *, seconds: float) -> Callable[[], float | None]:
-    """Gives operations per second of all threads together, of the fastest kind of instruction.
+    """A probe of operations per second of all threads, with the fastest instruction.
 
     It gives None if no compiler is here, or if the processor has no fused multiply-add.
     """

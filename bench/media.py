@@ -35,7 +35,7 @@ SIZES = ((1024, 1024), (4000, 3000))
 
 
 def photo(width: int, height: int) -> Image.Image:
-    """Smooth, with some grain: compresses as photographs do."""
+    """A smooth image with grain, which compresses like a photograph."""
     rng = np.random.default_rng(3)
     coarse = Image.fromarray(rng.integers(0, 256, (height // 64, width // 64, 3), dtype=np.uint8))
     fine = rng.integers(-12, 13, (height, width, 3))
@@ -44,21 +44,21 @@ def photo(width: int, height: int) -> Image.Image:
 
 
 def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
-    """A file."""
+    """The image as a file."""
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
-    """CPU time of one call, so that neighbours on the machine do not count."""
+    """CPU time of one call, without other processes."""
     start = time.thread_time()
     work()
     return (time.thread_time() - start) * 1e3
 
 
 def by_pillow(data: bytes) -> np.ndarray:
-    """A JPEG's pixels as Pillow alone gives them."""
+    """A JPEG's pixels, decoded by Pillow."""
     with Image.open(io.BytesIO(data)) as image:
         return np.asarray(image.convert("RGB"))
 
@@ -100,7 +100,7 @@ def parts(form: str, width: int, height: int) -> dict[str, object]:
 
 
 def refusals() -> dict[str, object]:
-    """Headers that are refused: a file of a million empty chunks among them."""
+    """Times to refuse headers, such as a file of a million empty chunks."""
     files = [
         b"\xff\xd8\xff" + b"\xfe\0\2\xff" * (1 << 20),
         b"\xff\xd8" + b"\xff" * (19 << 20),

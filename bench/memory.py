@@ -42,7 +42,7 @@ stages = [Stage(name) for name in sys.argv[1].split(",")]
 importlib.import_module(load_family(directory).spec.module)
 for other in earlier:
     load_model(other, stages)
-Path("/proc/self/clear_refs").write_text("5")  # the resident maximum starts anew
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident memory
 before = kib("/proc/self/smaps_rollup", "Pss"), kib("/proc/self/status", "VmHWM")
 loaded = load_model(directory, stages)
 after = kib("/proc/self/smaps_rollup", "Pss"), kib("/proc/self/status", "VmHWM")
@@ -58,10 +58,10 @@ print(json.dumps({
 
 
 def measure(model_dir: Path, stages: str, *, after: Sequence[Path] = ()) -> dict[str, Any]:
-    """Figures of one role in a process of its own.
+    """Figures of one role in a fresh process.
 
-    What the first load of a process takes once and for all is not counted where other models are
-    loaded, and dropped, before.
+    If other models are loaded and dropped before (`after`), one-time costs of the first load do not
+    count.
     """
     paths = [str(ROOT / "worker"), str(ROOT / "kernels")]
     program = f"import sys; sys.path[:0] = {paths!r}\n{LOAD}"

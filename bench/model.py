@@ -61,7 +61,7 @@ def emit(name: str, figures: dict[str, Any]) -> None:
 
 
 def start_up(stages: str) -> dict[str, Any]:
-    """Seconds from a fresh interpreter to a runner, and the memory that it took."""
+    """Seconds from a fresh interpreter to a runner, and its memory."""
     from worker.identity.questions import SHAPES
 
     command = [sys.executable, "-c", START, str(SHAPES), stages]
@@ -99,7 +99,7 @@ class Bench:
         ]
 
     def decode(self, batch: int) -> dict[str, Any]:
-        """Tokens per second of `batch` equal questions that decode together."""
+        """Tokens per second of a batch of equal questions in decode."""
         num_tokens, question = 32, self._questions[0]
         stepper = self._stepper(self._runner)
         ours = [stepper.start(question, (), max_tokens=num_tokens + 1) for _ in range(batch)]
@@ -125,7 +125,7 @@ class Bench:
         return {"batch": batch, "unit": "tokens/s", **figures}
 
     def prefill(self, batch: int) -> dict[str, Any]:
-        """Prompt tokens per second, images encoded before."""
+        """Prompt tokens per second, without image encoding."""
         question = self._questions[0]
         embeddings = self._runner.encode(question.prepared_images)
 
@@ -169,7 +169,7 @@ class Bench:
         return {"images": count, "visual_tokens": tokens, "unit": "images/s", **figures}
 
     def _prefill_reference(self, state: dict[str, Any], batch: int) -> None:
-        """Transformers' own prefill with a cache, in a batch without padding."""
+        """Transformers' prefill with a cache, in a batch without padding."""
         torch, question, model = self._torch, self._questions[0], self._reference
         ids = torch.tensor([question.token_ids] * batch)
         positions, delta = self._runner.family.positions(question.token_ids, question.items)

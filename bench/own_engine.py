@@ -41,12 +41,12 @@ class ImageInput:
     patches: np.ndarray
 
     def prepared(self) -> PreparedImage:
-        """As the engine takes it."""
+        """The image as the engine's input."""
         data = self.patches.reshape(-1).data.cast("B")
         return PreparedImage(self._image_key, self.grid_thw, self.num_tokens, data)
 
     def item(self, offset: int) -> ImageItem:
-        """Its place in a prompt."""
+        """The image at its offset in a prompt."""
         return ImageItem(self._image_key, offset, self.num_tokens, self.grid_thw)
 
     @property
@@ -56,7 +56,7 @@ class ImageInput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request: its tokens, its image at `offset`, and how many tokens answer it."""
+    """One request: its tokens, its image at `offset`, and the number of answer tokens."""
 
     token_ids: Sequence[int]
     num_output: int
@@ -65,7 +65,7 @@ class Prompt:
 
 
 class OwnEngine:
-    """Answers prompts and tells when each token came."""
+    """Answers prompts and records the time of each token."""
 
     def __init__(
         self, model_dir: Path, *, dtype: str = "bfloat16", threads: int = 0, **options: Any
@@ -93,12 +93,12 @@ class OwnEngine:
     def answer(
         self, prompts: Sequence[Prompt], *, after: Sequence[float] | None = None
     ) -> list[list[float]]:
-        """Put all prompts at once, or each after its seconds; the time of each token of each."""
+        """Submit all prompts at once, or each after its seconds; the times of their tokens."""
         delays = [0.0] * len(prompts) if after is None else after
         return self._loop.run_until_complete(self._gather(prompts, delays))
 
     def held_kv_bytes(self, prompt: Prompt) -> int:
-        """KV bytes that a prompt holds after its first token, alone in the engine."""
+        """KV bytes of a single prompt after its first token."""
         request = self._loop.run_until_complete(self._prefill(prompt))
         while (kv := self.stats.kv) is None or not kv.running_tokens:
             time.sleep(0.001)  # noqa: TID251  stats are polled; a snapshot is at most so old
@@ -109,7 +109,7 @@ class OwnEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's latest."""
+        """The latest stats of the engine."""
         return self._engine.stats()
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class OwnEngine:
         return request
 
     def _submit(self, prompt: Prompt) -> Request:
-        """Its request; its image is on the way to the encoder."""
+        """Submit a prompt and its image."""
         self._number += 1
         image = prompt.image
         request = Request(

@@ -35,7 +35,7 @@ SECONDS = 0.15
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads, sequences and their length; `goal` is the least share of bandwidth."""
+    """Heads, sequences and their length; `goal` is the minimum share of bandwidth."""
 
     name: str
     num_heads: int
@@ -85,7 +85,7 @@ class Case:
         self.q = torch.randn(shape.num_seqs, shape.num_heads, HEAD_DIM).bfloat16()
 
     def runner(self, *, native: bool) -> Callable[[], torch.Tensor]:
-        """Computes the next layer at each call."""
+        """A call that computes the next layer each time."""
         plan = plan_attention(
             *self._args, head_dim=HEAD_DIM, dtype=torch.bfloat16, use_native=native
         )

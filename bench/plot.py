@@ -16,7 +16,7 @@ LEGEND, MAX_TICKS = 14, 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """Points (x, y), x rising."""
+    """Points (x, y) with increasing x."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -64,7 +64,7 @@ def draw(plot: Plot | Bars) -> str:
 
 
 def _lines(plot: Plot) -> str:
-    """The names of lines stand above the axes."""
+    """A plot of curves, with the legend above the axes."""
     points = [point for line in plot.lines for point in line.points]
     max_x, ticks_y = max(x for x, _ in points), round_ticks(max(y for _, y in points))
     top, bottom, right = TOP + LEGEND * (len(plot.lines) - 1), HEIGHT - BOTTOM, WIDTH - RIGHT

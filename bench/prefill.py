@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def image() -> Any:
-    """Noise, prepared."""
+    """A prepared image of noise."""
     from vlm_worker.types import PreparedImage
 
     rng = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def image() -> Any:
 
 
 def text_operations(size: random_vlm.Size = random_vlm.FULL, num_tokens: int = PROMPT) -> float:
-    """Multiplications and additions of a prompt; a token sees those up to itself.
+    """Multiplications and additions of a prompt with causal attention.
 
     In the last layer all but the last token are keys and values alone.
     """
@@ -77,7 +77,7 @@ def text_operations(size: random_vlm.Size = random_vlm.FULL, num_tokens: int = P
 
 
 def encode_operations(size: random_vlm.Size = random_vlm.FULL) -> float:
-    """Of an image; every patch sees all."""
+    """Those of an image; every patch attends to all."""
     num_patches, width = GRID[1] * GRID[2], size.vision_width
     layer = 2 * 12 * width**2 * num_patches + 4 * width * num_patches**2
     merged = 4 * width

@@ -120,7 +120,7 @@ def arguments(description: str, *, rounds: int) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def model_directory(given: Path | None) -> Iterator[Path]:
-    """A directory with the model: the given one, made where it is empty, or one for now."""
+    """A directory with the model: the given one, filled if it is empty, or a temporary one."""
     if given is not None:
         if not (given / "config.json").exists():
             given.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from vlm_worker.types import SamplingParams
 
 BATCHES, VOCABULARIES, ANSWER, ROUNDS = (1, 16, 256), (32_000, 152_000), 200, 5
 MOST_OF_PEER = 256 * 32_000
-"""Logits of a batch; its sort of more takes seconds."""
+"""Maximum logits of a batch for the peer; sorting more takes seconds."""
 
 CASES = {
     "greedy": SamplingParams(1),
@@ -48,7 +48,7 @@ CASES = {
 
 
 def params_of(sampling: SamplingParams, token_ids: np.ndarray) -> SampleParams:
-    """The same sampling for every row, each after tokens of its own, `[R, ANSWER]`."""
+    """The same parameters for every row, each with its own answer tokens `[R, ANSWER]`."""
     num_rows, edits = len(token_ids), LogitEdits.of(sampling)
     columns = sampling_columns(num_rows)
     for name, column in columns.items():
@@ -63,7 +63,7 @@ def params_of(sampling: SamplingParams, token_ids: np.ndarray) -> SampleParams:
 
 
 def peer_of(sampling: SamplingParams, token_ids: np.ndarray) -> Callable[[torch.Tensor], object]:
-    """The same by transformers."""
+    """The same with transformers."""
     processors, known = LogitsProcessorList(), torch.from_numpy(token_ids.astype(np.int64))
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -85,7 +85,7 @@ def peer_of(sampling: SamplingParams, token_ids: np.ndarray) -> Callable[[torch.
 
 
 def measure(sampling: SamplingParams, logits: torch.Tensor) -> dict[str, float | None]:
-    """Milliseconds of a batch, and ours in ratio to both others."""
+    """Milliseconds of a batch, and our time divided by that of both others."""
     num_rows, vocabulary = logits.shape
     token_ids = np.random.default_rng(0).integers(0, vocabulary, (num_rows, ANSWER), np.int32)
     params, peer = params_of(sampling, token_ids), peer_of(sampling, token_ids)

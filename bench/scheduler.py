@@ -77,7 +77,7 @@ class Decoding:
         assert len(self.batch) == running
 
     def receive(self, sequence: Sequence) -> None:
-        """Let one enter whose KV a peer has computed: no watermark holds it back."""
+        """Admit a sequence whose KV a peer has computed, so that no watermark delays it."""
         pool = self.scheduler.pool
         blocks = pool.take(pool.blocks_for(sequence.num_tokens))
         assert blocks is not None
@@ -111,7 +111,7 @@ class Decoding:
         )
 
     def step(self) -> None:
-        """One step, the model left out."""
+        """One step without the model."""
         self.now += 0.01
         plan = self.scheduler.schedule(now=self.now).plan
         assert plan is not None
@@ -119,7 +119,7 @@ class Decoding:
         self.scheduler.update(plan, np.full(len(inputs.sample_rows), 7, np.int64))
 
     def change(self, comers: list[Sequence]) -> None:
-        """The oldest that runs and one in the midst of the queue are cancelled, two come."""
+        """Cancel the oldest running sequence and one in the middle of the queue; add two."""
         self.scheduler.remove(self.batch.running[0])
         for sequence in (comers.pop(), comers.pop()):
             sequence.arrived_at = self.now

@@ -60,7 +60,7 @@ class Call:
 
 
 class Ours:
-    """The engine over the model runner, as `vlm-worker serve` puts them together."""
+    """Engine and model runner, composed as in `vlm-worker serve`."""
 
     def __init__(self, model_dir: Path, threads: int, options: dict[str, Any]) -> None:
         from own_engine import OwnEngine
@@ -82,7 +82,7 @@ class Ours:
         return Prompt(token_ids, call.num_output, image, offset)
 
     def check(self) -> None:
-        """Raise where a cache helped, or a request stayed behind."""
+        """Raise if a cache was hit, or a request was not ended."""
         stats = self._engine.stats
         assert stats.count("prefix_cache_hits") == 0, stats
         assert stats.encoder_cache.hits == 0, stats
@@ -123,7 +123,7 @@ class Transformers:
         return sum(call.num_output for call in calls)
 
     def check(self) -> None:
-        """Nothing is kept between rounds."""
+        """Check nothing: no state is kept between rounds."""
 
 
 SIDES: dict[str, Callable[[Path, int, dict[str, Any]], Any]] = {
@@ -148,7 +148,7 @@ def serve_side(name: str, model_dir: Path, threads: int, options: dict[str, Any]
 
 
 class Child:
-    """One side in a process of its own."""
+    """One side in its own process."""
 
     def __init__(
         self, name: str, model_dir: Path, threads: int, options: dict[str, Any], env: dict[str, str]
@@ -184,7 +184,7 @@ class Child:
 
 
 def seconds_of_others() -> float:
-    """Processor time that went elsewhere since the start: other processes, the host's other guests.
+    """Processor time of other processes and other guests of the host since the start.
 
     A benchmark's own is that of children that have ended.
     """

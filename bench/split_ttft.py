@@ -45,7 +45,7 @@ async def served() -> AsyncIterator[str]:
 
 
 def image(rng: random.Random) -> bytes:
-    """One that nobody has seen."""
+    """A new image as a PNG."""
     image = Image.new("RGB", (SIDE, SIDE), (rng.randrange(256), rng.randrange(256), 30))
     corner = rng.randrange(SIDE // 2)
     ImageDraw.Draw(image).ellipse((corner, corner, corner + 80, corner + 80), (220, 40, 60))
@@ -55,7 +55,7 @@ def image(rng: random.Random) -> bytes:
 
 
 def figures(kind: str, seconds: list[float], stages: list[dict[str, float]]) -> dict[str, object]:
-    """One line of the report; the gateway's own account is in milliseconds."""
+    """One line of the report; the stages of the gateway are in milliseconds."""
     shares = [one["other"] / max(sum(one.values()), 1e-9) for one in stages]
     names = [name for name in stages[0] if any(one[name] for one in stages)]
     return {

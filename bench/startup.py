@@ -43,7 +43,7 @@ def main() -> None:
     with random_vlm.model_directory(args.model) as model_dir:
         torch_runs: list[dict[str, float]] = []
         runs: dict[str, list[dict[str, Any]]] = {role: [] for role in args.roles}
-        start_worker(model_dir, args.roles[0])  # compiles, and brings files into memory
+        start_worker(model_dir, args.roles[0])  # compiles kernels and fills the page cache
         for _ in range(args.rounds):
             torch_runs.append(import_torch())
             for role, kept in runs.items():
@@ -74,7 +74,7 @@ def figures(
 
 
 def import_torch() -> dict[str, float]:
-    """Wall and CPU seconds of a process that does nothing else."""
+    """Wall and CPU seconds of a process that only imports torch."""
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", "import torch"])
     _, _, usage = os.wait4(process.pid, 0)
@@ -99,7 +99,7 @@ def start_worker(model_dir: Path, role: str) -> dict[str, Any]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, its children apart."""
+    """User and system time of a process without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -58,7 +58,7 @@ GOALS = {"stream": ("tcp", 0.7), "shared-memory": ("memcpy", 0.4)}
 
 
 class Consumer:
-    """Everything that fills `pool`, each in its own way."""
+    """All ways to fill `pool`."""
 
     def __init__(self, grpc_port: int, data_port: int, raw_port: int) -> None:
         self._client = WorkerClient(f"127.0.0.1:{grpc_port}")
@@ -82,19 +82,19 @@ class Consumer:
             self.ways[f"{way}, built on request"] = self.ways[way]
 
     def prebuild_frames(self, name: str, way: str) -> None:
-        """Have an embedding's frames made, as encoders do before anybody asks."""
+        """Prebuild the frames of an embedding, as encoders do."""
         if way in AHEAD and not LOADS[name].is_scattered:
             transport = self._shared if way == "shared-memory" else ByteStream()
             self._raw.sendall(f"{name} {transport.name}\n".encode())
             assert self._raw.recv(1) == b"1"
 
     def check(self, name: str) -> None:
-        """All has come; forget it."""
+        """Check that a pool has all data of its source, and clear it."""
         assert np.array_equal(self._pools[name], self._sources[name]), name
         self._pools[name][:] = 0
 
     async def close(self) -> None:
-        """Leave."""
+        """Close all connections."""
         self._raw.close()
         self._shared.close()
         self._link.close()
@@ -142,7 +142,7 @@ class Consumer:
         )
         pull = Pull(over(Fetch.KV, call, reader), reader, peer="bench")
 
-        if not load.is_scattered:  # rows are nobody's before the end, as prefill fetches them
+        if not load.is_scattered:  # rows are used only after the commit, as in prefill
             async with aclosing(pull.units()) as received:
                 async for _ in received:
                     pass
@@ -177,7 +177,7 @@ async def consume(num_rounds: int) -> None:
         for name, load in LOADS.items():
             for way, fill in consumer.ways.items():
                 if load.is_scattered and way not in (*AHEAD, "memcpy", "tcp", "grpc"):
-                    continue  # KV is never made ahead
+                    continue  # KV is never prebuilt
                 taken = 0.0
                 for _ in range(load.repeats):
                     consumer.prebuild_frames(name, way)

@@ -51,7 +51,7 @@ class Load:
 
     @property
     def num_bytes(self) -> int:
-        """Of all units."""
+        """Bytes of all units."""
         return self.num_units * self.unit_bytes
 
 
@@ -62,21 +62,21 @@ LOADS = {
 
 
 def filled(load: Load) -> np.ndarray:
-    """A pool with something in it, `[num_units, unit_bytes]`."""
+    """A pool with data, `[num_units, unit_bytes]`."""
     pool = np.empty((load.num_units, load.unit_bytes), np.uint8)
     pool[:] = np.arange(load.num_units, dtype=np.uint8)[:, None]
     return pool
 
 
 def shared_memory() -> SharedMemory:
-    """Of one of the two processes."""
+    """The shared-memory transport of one of the two processes."""
     return SharedMemory(
         SHARED, capacity_bytes=CAPACITY, leftover_seconds=60, native_library=native.path()
     )
 
 
 async def produce() -> None:
-    """Serve data connections and raw TCP until standard input ends; the first line says where."""
+    """Serve data connections and raw TCP until standard input ends; first print the ports."""
     pools = {name: filled(load) for name, load in LOADS.items()}
     shared = shared_memory()
     copier = copier_of(native.path())
@@ -84,11 +84,11 @@ async def produce() -> None:
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 
     makers = ThreadPoolExecutor(1)
-    ahead: dict[str, Producer] = {}  # made before it is asked for, by name
+    ahead: dict[str, Producer] = {}  # prebuilt, by name
 
     def offer(name: str) -> Producer:
         pool, load = pools[name], LOADS[name]
-        released.close()  # its consumer has read what was offered before
+        released.close()  # its consumer has read the previous offer
 
         def export(first: int, count: int, _: memoryview) -> memoryview | LiveRegions:
             if not load.is_scattered:
@@ -163,7 +163,7 @@ def over_grpc(offered: Callable[[FetchCall], FrameBatches]) -> Any:
 def send_raw(
     listener: socket.socket, pools: dict[str, np.ndarray], make: Callable[[str, str], None]
 ) -> None:
-    """Each line names a pool: all its bytes go out; with a transport, frames are made for it."""
+    """Each input line names a pool to send; with a transport, its frames are prebuilt."""
     connection, _ = listener.accept()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     for line in connection.makefile("r"):

@@ -49,7 +49,7 @@ NEW, SEEN, TEXT = "new image", "cached image", "text alone"
 
 
 def main() -> None:
-    """Measure, and print one JSON line a case."""
+    """Measure, and print one JSON line per case."""
     args = arguments(__doc__)
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as made:
         model = make((args.model or Path(made) / "model").resolve())
@@ -99,7 +99,7 @@ class Asking:
         return [self._some(WORDS_AROUND), image, after, self._some(NUM_CHANGED)]
 
     def _text(self) -> list[dict[str, Any]]:
-        """As many tokens as a prompt with an image has."""
+        """Text with as many tokens as a prompt with an image."""
         around = self._num_tokens - 2 * WORDS_AROUND
         return [self._some(2 * WORDS_AROUND), self._some(around - self._template)]
 
@@ -122,7 +122,7 @@ class Asking:
 
 
 def bodies(make: Callable[[], list[dict[str, Any]]]) -> Iterator[bytes]:
-    """Requests without end. A client makes its image before it asks: all of a run's are ahead."""
+    """Endless requests. The images of a run are made in advance, outside the measurement."""
     while True:
         yield from [body(make()) for _ in range(NUM_AHEAD)]
 

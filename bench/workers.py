@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def worker(
     model_dir: Path, stages: str, *flags: str, under: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A worker's process, which has only begun, and its address; it ends with the context.
+    """A starting worker process and its address; it ends with the context.
 
     Args:
         model_dir: what it serves, as `m`.
