@@ -26,15 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import logging
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-logger = logging.getLogger(__name__)
-
 
 class Codec(Protocol):
-    """Converts embeddings to bytes and back: a part of the runner's interface."""
+    """Converts embeddings to bytes and back. It logs an error before it raises it."""
 
     def export_embedding(self, embedding: Any) -> memoryview: ...
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Any: ...
@@ -247,8 +244,7 @@ class EncoderCache:
         """Copy an idle entry to the cold tier."""
         try:
             rows = self._codec.export_embedding(entry.buffer)
-        except Exception:
-            logger.exception("an embedding could not be copied to host memory")
+        except Exception:  # noqa: BLE001  the codec logs it
             self._discard(entry)
             return
         self.hot.remove(entry)
@@ -264,8 +260,7 @@ class EncoderCache:
         """
         try:
             embedding = self._codec.import_embedding(entry.buffer, entry.num_tokens)
-        except Exception:
-            logger.exception("an embedding could not be copied from host memory to the device")
+        except Exception:  # noqa: BLE001  the codec logs it
             self._discard(entry)
             return False
         self.cold.remove(entry)

@@ -20,7 +20,7 @@ from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, EngineContext, ResourceKind, Totals
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
-from vlm_worker.engine.runner import run_device_copy
+from vlm_worker.engine.runner import LoggedCodec, run_device_copy
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
@@ -85,7 +85,7 @@ class EncodeRequests:
                 "much"
             )
         self.cache = EncoderCache(
-            runner,
+            LoggedCodec(runner),
             max_bytes=settings.embedding_cache_bytes,
             cold_bytes=settings.embedding_cold_cache_bytes or 0,
             ttl_seconds=settings.embedding_ttl_seconds,

@@ -120,6 +120,25 @@ def run_device_copy(what: str, call: Callable[[], T]) -> T:
         raise EngineError(f"{what} failed: {error!r}") from error
 
 
+class LoggedCodec:
+    """The runner's copies of embeddings, with a log line for each that fails."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.embedding_bytes = runner.embedding_bytes
+
+    def export_embedding(self, embedding: Any) -> memoryview:
+        return run_device_copy(
+            "copying an embedding to host memory", lambda: self._runner.export_embedding(embedding)
+        )
+
+    def import_embedding(self, rows: memoryview, num_tokens: int) -> Any:
+        return run_device_copy(
+            "copying an embedding to the device",
+            lambda: self._runner.import_embedding(rows, num_tokens),
+        )
+
+
 class DeviceErrors:
     """Errors of the device. If it `is_lost`, every call fails until the process is replaced."""
 
