@@ -14,7 +14,7 @@ from vlm_worker.core.measurements import Histogram
 from vlm_worker.engine.settings import EngineStats, KVStats
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.gateway.metrics import GatewayMetrics
-from vlm_worker.media.settings import REFUSALS, MediaTimes
+from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.metrics import WorkerMetrics
 from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vlm_worker.wire.buffers import OWN_MAPPING_BYTES, growing_buffer, new_buffer
+from vlm_worker.wire.buffers import OWN_MAPPING_BYTES, new_buffer, private_memory
 
 MIB = 1 << 20
 
@@ -64,7 +64,7 @@ def test_patches_that_are_not_needed_any_more_are_the_systems() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_file_takes_memory_as_it_arrives() -> None:
     before = resident()
-    file = growing_buffer(512 * MIB)
+    file = memoryview(private_memory(512 * MIB))
     assert resident() - before < 16 * MIB
     file[: 32 * MIB] = bytes(32 * MIB)
     del file

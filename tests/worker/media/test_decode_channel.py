@@ -1,6 +1,5 @@
 """What a child says is checked: one that a file has taken over cannot reach into its worker."""
 
-import dataclasses
 import os
 import resource
 import socket
@@ -68,7 +67,7 @@ async def test_an_answer_of_the_right_shape_is_taken() -> None:
     ],
 )
 async def test_an_answer_of_another_shape_ends_the_child(lie: dict[str, object]) -> None:
-    child, process = liar(dataclasses.replace(GOOD, **lie).pack())
+    child, process = liar(GOOD._replace(**lie).pack())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ChildDiedError) as caught:
         await child.run(JOB, b"data", expected=GEOMETRY, timeout_seconds=10)

@@ -20,8 +20,7 @@ from worker.media.pooling import FAMILY, Heard, proc, spec_of, works
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.media.image_header import ImageLimits, read_header
 from vlm_worker.media.pixels import UndecodableError, decode_rgb
-from vlm_worker.media.pool import DECODE_MEMORY_BYTES, MediaPool, MediaSettings
-from vlm_worker.media.settings import REFUSALS
+from vlm_worker.media.pool import DECODE_MEMORY_BYTES, REFUSALS, MediaPool, MediaSettings
 
 FILES = small_files()
 # What the child meets must be able to hurt it: small images alone would never be slow.

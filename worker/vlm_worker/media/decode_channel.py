@@ -19,7 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
-from typing import ClassVar, Self
+from typing import NamedTuple, Self
 
 from vlm_worker.core.image_geometry import PROCESSORS, Geometry, Processor
 from vlm_worker.errors import EngineError
@@ -48,12 +48,10 @@ class ChildConfig:
     scaled_jpeg: bool = False
 
     def to_json(self) -> str:
-        """Serialise to one command line argument."""
         return json.dumps({"kind": self.processor.kind, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> ChildConfig:
-        """The inverse of `to_json`."""
         fields = json.loads(text)
         kind, processor = fields.pop("kind"), fields.pop("processor")
         for name in ("image_mean", "image_std"):
@@ -61,8 +59,14 @@ class ChildConfig:
         return cls(processor=PROCESSORS[kind](**processor), **fields)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeRequest:
+MAX_SALT_BYTES = 64
+_REQUEST = struct.Struct(f"<BIIBBQQB{MAX_SALT_BYTES}s")
+_RESULT = struct.Struct("<?32s32sIIIIQQQQ")
+REQUEST_BYTES = _REQUEST.size
+RESULT_BYTES = _RESULT.size
+
+
+class DecodeRequest(NamedTuple):
     """One file to decode; `salt` is at most `MAX_SALT_BYTES` long."""
 
     header: ImageHeader
@@ -70,37 +74,19 @@ class DecodeRequest:
     salt: bytes
     num_bytes: int
 
-    MAX_SALT_BYTES: ClassVar[int] = 64
-    _LAYOUT: ClassVar = struct.Struct(f"<BIIBBQQB{MAX_SALT_BYTES}s")
-    SIZE: ClassVar[int] = _LAYOUT.size
-
     def pack(self) -> bytes:
         """The frame's head; the file's bytes follow."""
-        h = self.header
-        return self._LAYOUT.pack(
-            FORMATS.index(h.format),
-            h.width,
-            h.height,
-            h.orientation,
-            h.bits,
-            self.max_pixels,
-            self.num_bytes,
-            len(self.salt),
-            self.salt,
-        )
+        h, salt = self.header, self.salt
+        side = FORMATS.index(h.format), h.width, h.height, h.orientation, h.bits
+        return _REQUEST.pack(*side, self.max_pixels, self.num_bytes, len(salt), salt)
 
     @classmethod
     def unpack(cls, head: bytes) -> DecodeRequest:
-        """The inverse of `pack`."""
-        form, width, height, turned, bits, max_pixels, num_bytes, num_salt, salt = (
-            cls._LAYOUT.unpack(head)
-        )
-        header = ImageHeader(FORMATS[form], width, height, turned, bits)
-        return cls(header, max_pixels, salt[:num_salt], num_bytes)
+        form, *side, max_pixels, num_bytes, num_salt, salt = _REQUEST.unpack(head)
+        return cls(ImageHeader(FORMATS[form], *side), max_pixels, salt[:num_salt], num_bytes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeResult:
+class DecodeResult(NamedTuple):
     """The result of a request: key, file digest and grid, then pixels; or an error, then its text.
 
     `decode_us`, `prepare_us` and `key_us` are durations measured by the child, in microseconds.
@@ -116,28 +102,14 @@ class DecodeResult:
     key_us: int
     num_bytes: int
 
-    _LAYOUT: ClassVar = struct.Struct("<B32s32sIIIIQQQQ")
-    SIZE: ClassVar[int] = _LAYOUT.size
-
     def pack(self) -> bytes:
         """The frame's head; pixels, or the error's text, follow."""
-        return self._LAYOUT.pack(
-            self.ok,
-            self.image_key,
-            self.file_digest,
-            *self.grid_thw,
-            self.num_tokens,
-            self.decode_us,
-            self.prepare_us,
-            self.key_us,
-            self.num_bytes,
-        )
+        return _RESULT.pack(*self[:3], *self.grid_thw, *self[4:])
 
     @classmethod
     def unpack(cls, head: bytes) -> DecodeResult:
-        """The inverse of `pack`."""
-        ok, key, digest, t, h, w, *rest = cls._LAYOUT.unpack(head)
-        return cls(bool(ok), key, digest, (t, h, w), *rest)
+        ok, key, digest, t, h, w, *rest = _RESULT.unpack(head)
+        return cls(ok, key, digest, (t, h, w), *rest)
 
     @classmethod
     def failure(cls, num_bytes: int) -> DecodeResult:
@@ -180,22 +152,22 @@ class ChildDiedError(Exception):
 
 
 class DecodeChild:
-    """One decode process. Its owner runs one request at a time and closes it."""
+    """One decode process. Its owner runs one request at a time and closes it.
+
+    `filtered`: a seccomp filter limits it to the system calls that decoding needs.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self._process = process
         self._channel = channel
         self.filtered = False
-        """Whether a seccomp filter limits the child to the system calls that decoding needs."""
 
     @property
     def pid(self) -> int:
-        """Process id, for logs and tests."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     @classmethod
@@ -210,6 +182,9 @@ class DecodeChild:
         child = cls(process, ours)
         try:
             ready = await asyncio.wait_for(child._receive(len(READY)), START_SECONDS)
+            child.filtered = bytes(ready) == READY
+            if bytes(ready) not in (READY, READY_UNFILTERED):
+                raise EngineError("the decode child speaks another protocol")
         except (TimeoutError, EOFError, OSError) as error:
             child.close()
             raise EngineError(
@@ -218,10 +193,6 @@ class DecodeChild:
         except BaseException:
             child.close()
             raise
-        child.filtered = bytes(ready) == READY
-        if bytes(ready) not in (READY, READY_UNFILTERED):
-            child.close()
-            raise EngineError("the decode child speaks another protocol")
         return child
 
     async def run(
@@ -245,7 +216,7 @@ class DecodeChild:
                 loop = asyncio.get_running_loop()
                 await loop.sock_sendall(self._channel, request.pack())
                 await loop.sock_sendall(self._channel, data)
-                result = DecodeResult.unpack(bytes(await self._receive(DecodeResult.SIZE)))
+                result = DecodeResult.unpack(bytes(await self._receive(RESULT_BYTES)))
                 if _is_sound(result, expected):
                     return result, await self._receive(result.num_bytes)
         except TimeoutError as error:

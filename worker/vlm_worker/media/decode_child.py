@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from vlm_worker.errors import InvalidRequestError
 from vlm_worker.media.decode_channel import (
     READY,
     READY_UNFILTERED,
+    REQUEST_BYTES,
     ChildConfig,
     DecodeRequest,
     DecodeResult,
@@ -40,37 +40,35 @@ MAX_FILES = 3
 """Open descriptors: standard input, which is the channel, standard output and standard error."""
 
 
-class Tools(NamedTuple):
-    """Objects that are reused for every image."""
-
-    resizer: Resizer
-    canvas: Canvas
-
-
 def main() -> None:
     """Run requests from standard input until it is closed."""
     config = ChildConfig.from_json(sys.argv[1])
-    tools = Tools(Resizer(config.native_library), Canvas())
+    resizer, canvas = Resizer(config.native_library), Canvas()  # reused for every image
     _bound_memory(config.memory_bytes)
     with socket.socket(fileno=0) as channel:  # queries the socket's type: before the filter
         unfiltered = confine()
         channel.sendall(READY if unfiltered is None else READY_UNFILTERED)
         while True:
             try:
-                request = DecodeRequest.unpack(bytes(receive(channel, DecodeRequest.SIZE)))
+                request = DecodeRequest.unpack(bytes(receive(channel, REQUEST_BYTES)))
             except EOFError:
                 return
             _bound_cpu(config.cpu_seconds)
-            result, body = _run(request, receive(channel, request.num_bytes), config, tools)
+            data = receive(channel, request.num_bytes)
+            result, body = _run(request, data, config, resizer, canvas)
             channel.sendall(result.pack())
             channel.sendall(body)
 
 
 def _run(
-    request: DecodeRequest, data: bytearray, config: ChildConfig, tools: Tools
+    request: DecodeRequest,
+    data: bytearray,
+    config: ChildConfig,
+    resizer: Resizer,
+    canvas: Canvas,
 ) -> tuple[DecodeResult, memoryview]:
     try:
-        return _prepare(request, data, config, tools)
+        return _prepare(request, data, config, resizer, canvas)
     except (UndecodableError, InvalidRequestError) as error:
         code, message = "invalid_image", str(error)
     except MemoryError:
@@ -80,18 +78,20 @@ def _run(
 
 
 def _prepare(
-    request: DecodeRequest, data: bytearray, config: ChildConfig, tools: Tools
+    request: DecodeRequest,
+    data: bytearray,
+    config: ChildConfig,
+    resizer: Resizer,
+    canvas: Canvas,
 ) -> tuple[DecodeResult, memoryview]:
     start = time.perf_counter_ns()
-    processor, size = (
-        config.processor.capped(request.max_pixels),
-        (request.header.height, request.header.width),
-    )
+    processor = config.processor.capped(request.max_pixels)
+    size = (request.header.height, request.header.width)
     enough = processor.resized(*size) if config.scaled_jpeg else None
-    rgb = decode_rgb(data, request.header, enough=enough, canvas=tools.canvas)
+    rgb = decode_rgb(data, request.header, enough=enough, canvas=canvas)
     decoded = time.perf_counter_ns()
     geometry = processor.geometry(*size)
-    pixels = model_pixels(rgb, processor, geometry, resizer=tools.resizer, size=size)
+    pixels = model_pixels(rgb, processor, geometry, resizer=resizer, size=size)
     prepared = time.perf_counter_ns()
     key = image_key(
         rgb, processor, model_revision=config.model_revision, salt=request.salt, size=size

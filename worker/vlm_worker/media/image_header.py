@@ -51,15 +51,16 @@ MAX_SCANS = 100
 
 
 class MalformedError(ValueError):
-    """The content does not match the format of its first bytes; a client may see the text."""
+    """The file is refused; a client may see the text. `code` is that of an InvalidImageError."""
+
+    def __init__(self, message: str, code: str = "invalid_image") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Container:
-    """Stored size in pixels, EXIF orientation 1 to 8, and whether there are several frames.
-
-    `bits` is a PNG's bit depth, 8 for other formats.
-    """
+    """Stored size in pixels, EXIF orientation 1 to 8, and whether there are several frames."""
 
     width: int
     height: int
@@ -87,18 +88,18 @@ def parse_png(data: memoryview) -> Container:
     if len(data) < 33 or data[8:16].tobytes() != b"\0\0\0\x0dIHDR":
         raise MalformedError("the PNG header is damaged")
     width, height, bits = struct.unpack_from(">IIB", data, 16)
-    turned, animated, at = 1, False, 33
+    oriented, animated, at = 1, False, 33
     for _ in range(MAX_CHUNKS):
         if at + 12 > len(data):
             raise MalformedError("the PNG ends before its end marker")
         (length,) = struct.unpack_from(">I", data, at)
         kind = bytes(data[at + 4 : at + 8])
         if kind == b"IEND":
-            return Container(width, height, turned, animated, bits)
+            return Container(width, height, oriented, animated, bits)
         if kind == b"acTL":
             animated = True
-        elif kind == b"eXIf" and turned == 1:
-            turned = orientation(data[at + 8 : at + 8 + length])
+        elif kind == b"eXIf" and oriented == 1:
+            oriented = orientation(data[at + 8 : at + 8 + length])
         at += 12 + length
     raise MalformedError(f"the PNG has more than {MAX_CHUNKS} chunks")
 
@@ -118,7 +119,7 @@ def parse_jpeg(data: memoryview) -> Container:
     of pixels. Files with more than `MAX_SCANS` scans are refused.
     """
     _check_scans(data)
-    turned, at = 0, 2
+    oriented, at = 0, 2
     for _ in range(MAX_CHUNKS):
         if at + 4 > len(data) or data[at] != 0xFF:
             break
@@ -133,11 +134,11 @@ def parse_jpeg(data: memoryview) -> Container:
             bits, height, width = struct.unpack_from(">BHH", body)
             if bits != 8:
                 raise MalformedError(f"a JPEG of {bits} bits a sample is not supported")
-            return Container(width, height, turned or 1)
+            return Container(width, height, oriented or 1)
         if marker in (0xD9, 0xDA) or length < 2:
             break
-        if marker == 0xE1 and not turned and body[:6].tobytes() == b"Exif\0\0":
-            turned = orientation(body[6:])
+        if marker == 0xE1 and not oriented and body[:6].tobytes() == b"Exif\0\0":
+            oriented = orientation(body[6:])
         at += 2 + length
     raise MalformedError("the JPEG has no frame header")
 
@@ -148,7 +149,7 @@ def _check_scans(data: memoryview) -> None:
     if sum(1 for _ in headers) <= MAX_SCANS:
         return
     # The byte pair also occurs in metadata and trailing data, so parse the segments to count.
-    found, at = 0, 2
+    num_scans, at = 0, 2
     for _ in range(MAX_CHUNKS):
         if at + 4 > len(data) or data[at] != 0xFF:
             return
@@ -163,8 +164,8 @@ def _check_scans(data: memoryview) -> None:
             at += 2 + struct.unpack_from(">H", data, at + 2)[0]
             if marker != 0xDA:
                 continue
-            found += 1
-            if found > MAX_SCANS:
+            num_scans += 1
+            if num_scans > MAX_SCANS:
                 raise MalformedError(f"the JPEG has more than {MAX_SCANS} scans")
             after = _MARKER.search(data, at)
             if after is None:
@@ -179,7 +180,7 @@ def parse_webp(data: memoryview) -> Container:
     if riff + 8 > len(data):
         raise MalformedError("the WebP is shorter than its header says")
     size: tuple[int, int] | None = None
-    turned, animated, at, end = 1, False, 12, riff + 8
+    oriented, animated, at, end = 1, False, 12, riff + 8
     for _ in range(MAX_CHUNKS):
         if at + 8 > end:
             break
@@ -191,12 +192,12 @@ def parse_webp(data: memoryview) -> Container:
             animated = True
         if size is None and kind in _WEBP_SIZES:
             size = _WEBP_SIZES[kind](body)
-        elif kind == b"EXIF" and turned == 1:
-            turned = orientation(body[6:] if body[:6].tobytes() == b"Exif\0\0" else body)
+        elif kind == b"EXIF" and oriented == 1:
+            oriented = orientation(body[6:] if body[:6].tobytes() == b"Exif\0\0" else body)
         at += 8 + length + (length & 1)
     if size is None:
         raise MalformedError("the WebP holds no image")
-    return Container(*size, turned, animated)
+    return Container(*size, oriented, animated)
 
 
 def _vp8(body: memoryview) -> tuple[int, int]:
@@ -272,9 +273,7 @@ PARSERS: Mapping[str, Callable[[memoryview], Container]] = {
     "WEBP": parse_webp,
     "GIF": parse_gif,
 }
-
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+FORMATS = tuple(PARSERS)
 MIME_TYPES = {
     "image/png": "PNG",
     "image/jpeg": "JPEG",
@@ -336,25 +335,25 @@ def read_header(
             `image_type_mismatch`, `animated_not_supported`, `image_aspect_ratio` or
             `invalid_image`.
     """
-    limits = limits or ImageLimits()
-    view = memoryview(data)
-    if len(view) > limits.max_bytes:
-        raise InvalidImageError(
-            f"the image has {len(view)} bytes; at most {limits.max_bytes} are accepted",
-            item=item,
-            code="image_too_large",
-        )
-    file_format = _format(view, item, mime_type)
     try:
-        container = PARSERS[file_format](view)
+        return _read_header(memoryview(data), limits or ImageLimits(), mime_type)
     except MalformedError as error:
-        raise InvalidImageError(str(error), item=item) from error
-    _check_size(container, item, limits)
+        raise InvalidImageError(str(error), item=item, code=error.code) from error
+
+
+def _read_header(view: memoryview, limits: ImageLimits, mime_type: str | None) -> ImageHeader:
+    if len(view) > limits.max_bytes:
+        raise MalformedError(
+            f"the image has {len(view)} bytes; at most {limits.max_bytes} are accepted",
+            "image_too_large",
+        )
+    file_format = _format(view, mime_type)
+    container = PARSERS[file_format](view)
+    _check_size(container, limits)
     if container.animated:
-        raise InvalidImageError(
+        raise MalformedError(
             f"the {file_format} is animated; send one frame as a still image",
-            item=item,
-            code="animated_not_supported",
+            "animated_not_supported",
         )
     width, height = container.width, container.height
     if container.orientation in _TRANSPOSED:
@@ -362,47 +361,41 @@ def read_header(
     return ImageHeader(file_format, width, height, container.orientation, container.bits)
 
 
-def _format(view: memoryview, item: int, mime_type: str | None) -> str:
+def _format(view: memoryview, mime_type: str | None) -> str:
     file_format = detect_format(view)
     if file_format is None:
-        raise InvalidImageError(
+        raise MalformedError(
             f"the content is no image in one of the formats {', '.join(FORMATS)}",
-            item=item,
-            code="unsupported_image_format",
+            "unsupported_image_format",
         )
     if mime_type is not None:
-        promised = MIME_TYPES.get(mime_type.lower())
-        if promised is None:
-            raise InvalidImageError(
-                f"the media type is not one of {', '.join(MIME_TYPES)}",
-                item=item,
-                code="unsupported_image_format",
+        stated = MIME_TYPES.get(mime_type.lower())
+        if stated is None:
+            raise MalformedError(
+                f"the media type is not one of {', '.join(MIME_TYPES)}", "unsupported_image_format"
             )
-        if promised != file_format:
-            raise InvalidImageError(
-                f"the media type says {promised}, the content is {file_format}",
-                item=item,
-                code="image_type_mismatch",
+        if stated != file_format:
+            raise MalformedError(
+                f"the media type says {stated}, the content is {file_format}",
+                "image_type_mismatch",
             )
     return file_format
 
 
-def _check_size(container: Container, item: int, limits: ImageLimits) -> None:
+def _check_size(container: Container, limits: ImageLimits) -> None:
     width, height = container.width, container.height
     size = f"{width}x{height} pixels"
     if min(width, height) < 1:
-        raise InvalidImageError(f"the image is empty: {size}", item=item)
+        raise MalformedError(f"the image is empty: {size}")
     if max(width, height) > limits.max_side or width * height > limits.max_pixels:
-        raise InvalidImageError(
+        raise MalformedError(
             f"the image has {size}; at most {limits.max_side} a side and {limits.max_pixels} "
             "in all are accepted: send it smaller",
-            item=item,
-            code="image_too_large",
+            "image_too_large",
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise InvalidImageError(
+        raise MalformedError(
             f"the image has {size}; one side may be at most {MAX_ASPECT_RATIO} times the other: "
             "cut it into pieces",
-            item=item,
-            code="image_aspect_ratio",
+            "image_aspect_ratio",
         )

@@ -40,7 +40,6 @@ class PatchExtractor:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native library cuts the patches."""
         return self._run is not None
 
     def cut(self, pixels: np.ndarray, processor: Processor, geometry: Geometry) -> np.ndarray:
@@ -61,17 +60,10 @@ class PatchExtractor:
         return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
 
     def _cut(
-        self,
-        pixels: np.ndarray,
-        processor: DynamicProcessor,
-        geometry: Geometry,
-        table: np.ndarray,
+        self, pixels: np.ndarray, processor: DynamicProcessor, geometry: Geometry, table: np.ndarray
     ) -> np.ndarray:
-        patch, merge, times = (
-            processor.patch_size,
-            processor.merge_size,
-            processor.temporal_patch_size,
-        )
+        patch, merge = processor.patch_size, processor.merge_size
+        times = processor.temporal_patch_size
         _, rows, columns = geometry.grid_thw
         out = _floats(rows * columns, 3, times, patch * patch)
         if self._run is None:
@@ -95,7 +87,6 @@ class PatchExtractor:
 
 
 def _floats(*shape: int) -> np.ndarray:
-    """Uninitialised float32 memory of this shape."""
     return np.frombuffer(new_buffer(4 * math.prod(shape)), np.float32).reshape(shape)
 
 
@@ -111,7 +102,7 @@ def make_patches(
     cutter: PatchExtractor = PLAIN_CUTTER,
     size: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """`model_pixels`, then `cutter.cut`. All resizers and cutters give the same values."""
+    """`model_pixels`, then `cutter.cut`: the reference of tests and benchmarks."""
     pixels = model_pixels(rgb, processor, geometry, resizer=resizer, size=size)
     return cutter.cut(pixels, processor, geometry)
 

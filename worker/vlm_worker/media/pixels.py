@@ -49,7 +49,7 @@ _TURNS: Mapping[int, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class UndecodableError(ValueError):
-    """The file's pixels cannot be decoded; the text may be sent to a client."""
+    """The text may be sent to a client."""
 
 
 class Canvas:
@@ -62,11 +62,7 @@ class Canvas:
         self._kept = np.empty(0, np.uint8)
 
     def of(self, num_bytes: int) -> np.ndarray:
-        """uint8 `[num_bytes]`, uninitialised.
-
-        Raises:
-            MemoryError: the allocation failed.
-        """
+        """uint8 `[num_bytes]`, uninitialised; raises MemoryError."""
         if num_bytes <= len(self._kept):
             return self._kept[:num_bytes]
         self.drop()
@@ -76,7 +72,6 @@ class Canvas:
         return memory
 
     def drop(self) -> None:
-        """Free the buffer."""
         self._kept = np.empty(0, np.uint8)
 
 
@@ -89,12 +84,8 @@ def decode_rgb(
 ) -> np.ndarray:
     """Decode one image.
 
-    Args:
-        data: the whole file.
-        header: the result of `read_header`.
-        enough: the minimum oriented height and width to which a JPEG may be scaled; None is its
-            full size.
-        canvas: memory for the pixels of a common JPEG, valid until the next image; None allocates.
+    `enough` is the minimum oriented height and width to which a JPEG may be scaled; None is its
+    full size. `canvas` is memory for the pixels of a common JPEG, valid until the next image.
 
     Returns:
         uint8 `[height, width, 3]`, C-contiguous, of the header's oriented size. If `enough` allows
@@ -172,9 +163,7 @@ def _with_pillow(data: bytes | bytearray, header: ImageHeader) -> Image.Image:
 
 
 def _to_rgb(
-    image: ImageFile.ImageFile,
-    header: ImageHeader,
-    covered: tuple[int, int, int, int] | None,
+    image: ImageFile.ImageFile, header: ImageHeader, covered: tuple[int, int, int, int] | None
 ) -> Image.Image:
     mode, transparent = image.mode, image.info.get("transparency")
     if mode in ("1", "L", "I;16") and header.format == "PNG":

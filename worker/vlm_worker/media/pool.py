@@ -17,14 +17,14 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from vlm_worker.core.image_geometry import Geometry, Processor
 from vlm_worker.errors import EngineError, InvalidImageError, InvalidRequestError, OverloadedError
 from vlm_worker.media.decode_channel import (
+    MAX_SALT_BYTES,
     ChildConfig,
     ChildDiedError,
     DecodeChild,
@@ -33,10 +33,90 @@ from vlm_worker.media.decode_channel import (
 )
 from vlm_worker.media.image_header import ImageHeader, ImageLimits, read_header
 from vlm_worker.media.patches import PatchExtractor
-from vlm_worker.media.settings import REFUSALS, ImageSpec, MediaObserver, MediaSettings, MediaTimes
 from vlm_worker.types import PreparedImage
 
-HASH_INLINE_BYTES = 256 * 1024
+logger = logging.getLogger(__name__)
+
+HASH_INLINE_BYTES: Final = 256 * 1024
+"""Larger files are hashed on a thread, so that the event loop is not blocked."""
+DECODE_MEMORY_BYTES = 352 * 1024 * 1024
+"""For decoding the largest file: WebP with transparency needs five times four bytes a pixel."""
+CHILD_BYTES = 48 << 20
+"""Memory of an idle child."""
+LARGE_PIXELS = 4 * 1024 * 1024
+AT_ONCE_BYTES = 1 << 20
+"""Pixel bytes up to this size are cut on the loop: waking a thread would take longer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """What a request states about one image; the pool compares each field to the file.
+
+    `width` and `height` are oriented. `max_pixels` is the request's cap, 0 for the model's limit.
+    `salt` separates tenants.
+    """
+
+    item: int
+    format: str
+    width: int
+    height: int
+    num_tokens: int
+    max_pixels: int = 0
+    salt: bytes = b""
+
+
+REFUSALS: Final = (
+    "invalid_image",
+    "image_too_large",
+    "image_aspect_ratio",
+    "image_type_mismatch",
+    "image_mismatch",
+    "unsupported_image_format",
+    "animated_not_supported",
+)
+"""Every code of an InvalidImageError that the pool raises."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaTimes:
+    """The durations of one image within `media`, in seconds.
+
+    `queue`: waiting for a child. `decode`: to RGB. `prepare`: to patches. `key`: hashing.
+    """
+
+    queue: float
+    decode: float
+    prepare: float
+    key: float
+
+
+class MediaObserver(Protocol):
+    """Receives the result of each image."""
+
+    def image_prepared(self, times: MediaTimes) -> None:
+        """The patches are complete."""
+
+    def image_refused(self, code: str) -> None:
+        """The image was refused with a code of `REFUSALS`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaSettings:
+    """Sizes and limits of a pool.
+
+    `max_waiting` and `max_waiting_pixels` limit the queue. After `timeout_seconds` in a child, the
+    child counts as frozen. With `scaled_jpeg`, a JPEG is decoded at the smallest of 1/1, 1/2, 1/4
+    and 1/8 that is not smaller than the resized image.
+    """
+
+    num_children: int = 2
+    max_waiting: int = 256
+    max_waiting_pixels: int = 64 * 16_777_216
+    max_aliases: int = 4096
+    cpu_seconds: int = 2
+    timeout_seconds: float = 20.0
+    limits: ImageLimits = dataclasses.field(default_factory=ImageLimits)
+    scaled_jpeg: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,152 +126,6 @@ class KnownImage:
     image_key: bytes
     grid_thw: tuple[int, int, int]
     num_tokens: int
-
-
-class AliasCache:
-    """The last `capacity` used files. The media pool is its only user."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._known: collections.OrderedDict[bytes, KnownImage] = collections.OrderedDict()
-
-    async def find(
-        self, data: bytes | memoryview, *, max_pixels: int, salt: bytes, num_tokens: int
-    ) -> KnownImage | None:
-        """The image that this file gave; None if it is new or now gives another number of tokens.
-
-        A large file is hashed on a thread, so that the event loop is not blocked.
-        """
-        if len(data) > HASH_INLINE_BYTES:
-            digest = await asyncio.to_thread(_digest, data)
-        else:
-            digest = _digest(data)
-        alias = _alias(digest, max_pixels, salt)
-        known = self._known.get(alias)
-        if known is None or known.num_tokens != num_tokens:
-            return None
-        self._known.move_to_end(alias)
-        return known
-
-    def add(
-        self, file_digest: bytes, prepared: PreparedImage, *, max_pixels: int, salt: bytes
-    ) -> None:
-        """Record a file by its SHA-256, and evict the least recently used one."""
-        alias = _alias(file_digest, max_pixels, salt)
-        known = KnownImage(prepared.image_key, prepared.grid_thw, prepared.num_tokens)
-        self._known[alias] = known
-        self._known.move_to_end(alias)
-        if len(self._known) > self._capacity:
-            self._known.popitem(last=False)
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-def _alias(file_digest: bytes, max_pixels: int, salt: bytes) -> bytes:
-    """The cache key. Fixed-size fields come first, so that the salt needs no length prefix."""
-    return hashlib.sha256(file_digest + max_pixels.to_bytes(8, "little") + salt).digest()
-
-
-logger = logging.getLogger(__name__)
-
-
-class DecodeProcessPool:
-    """`num_places` processes. Owned by one event loop; the media pool is its only user."""
-
-    def __init__(self, config: ChildConfig, *, num_places: int) -> None:
-        self._config = config
-        self._num_places = num_places
-        self._idle: asyncio.LifoQueue[DecodeChild | None] = asyncio.LifoQueue()
-        # with a single place, large images use it too
-        self._large = asyncio.Semaphore(max(num_places - 1, 1))
-        self._alive: set[DecodeChild] = set()
-        self._closed = False
-
-    def __iter__(self) -> Iterator[DecodeChild]:
-        """The running children."""
-        return iter(self._alive)
-
-    async def start(self) -> None:
-        """Start all children; raises EngineError if one does not start."""
-        starting = [self.spawn() for _ in range(self._num_places)]
-        # wait for all, so that none starts after the failure of another one closed the pool
-        for child in await asyncio.gather(*starting, return_exceptions=True):
-            if isinstance(child, BaseException):
-                raise child
-            self._idle.put_nowait(child)
-        if not all(child.filtered for child in self._alive):
-            logger.warning("decode children run without a filter of system calls")
-
-    def refuse(self, num_waiting: int) -> None:
-        """Start no more children, and wake the waiters, which then find the pool closed."""
-        self._closed = True
-        for _ in range(num_waiting):
-            self._large.release()
-            self._idle.put_nowait(None)
-
-    def end(self) -> None:
-        """Kill all children."""
-        for child in self._alive:
-            child.close()
-        self._alive.clear()
-
-    async def take(self, *, large: bool) -> DecodeChild | None:
-        """An idle child; None is a place whose child died. First come, first served per size."""
-        if large:
-            await self._large.acquire()
-        try:
-            return await self._idle.get()
-        except BaseException:
-            if large:
-                self._large.release()
-            raise
-
-    def return_process(self, child: DecodeChild | None, *, large: bool) -> None:
-        """Return the place that `take` gave, with the child that is in it now."""
-        if large:
-            self._large.release()
-        self._idle.put_nowait(child)
-
-    async def spawn(self) -> DecodeChild:
-        """Start one child; raises EngineError if it does not start or the pool is closed."""
-        if self._closed:
-            raise EngineError("the media pool is closed")
-        child = await DecodeChild.start(self._config)
-        self._alive.add(child)
-        if self._closed:  # meanwhile: `end` did not see this child
-            self._alive.discard(child)
-            child.close()
-            raise EngineError("the media pool is closed")
-        return child
-
-    async def replacement(self) -> DecodeChild | None:
-        """A new child for the place of one that died; None if it does not start."""
-        try:
-            return await self.spawn()
-        except EngineError as error:
-            logger.warning("decode child not restarted", extra={"error": str(error)})
-            return None
-
-    def remove_dead(self, child: DecodeChild, death: ChildDiedError) -> None:
-        """Forget a child that died."""
-        logger.warning(
-            "decode child died", extra={"pid": child.pid, "returncode": death.returncode}
-        )
-        self._alive.discard(child)
-        child.close()
-
-
-__all__ = ["ImageSpec", "KnownImage", "MediaObserver", "MediaPool", "MediaSettings", "MediaTimes"]
-
-DECODE_MEMORY_BYTES = 352 * 1024 * 1024
-"""For decoding the largest file: WebP with transparency needs five times four bytes a pixel."""
-CHILD_BYTES = 48 << 20
-"""Memory of an idle child."""
-LARGE_PIXELS = 4 * 1024 * 1024
-AT_ONCE_BYTES = 1 << 20
-"""Pixel bytes up to this size are cut on the loop: waking a thread would take longer."""
 
 
 def decoders_bytes(processor: Processor, *, num_children: int) -> int:
@@ -205,8 +139,6 @@ def decoders_bytes(processor: Processor, *, num_children: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Image:
-    """One file in the pool: its bytes, its header, its geometry and the request's spec."""
-
     data: bytes | memoryview
     header: ImageHeader
     geometry: Geometry
@@ -214,7 +146,6 @@ class _Image:
 
     @property
     def pixels(self) -> int:
-        """Pixels before resizing."""
         return self.header.width * self.header.height
 
     @property
@@ -222,14 +153,9 @@ class _Image:
         """Whether decoding may take a large part of a second."""
         return self.pixels > LARGE_PIXELS
 
-    @property
-    def request(self) -> DecodeRequest:
-        """The request that the child gets."""
-        return DecodeRequest(self.header, self.spec.max_pixels, self.spec.salt, len(self.data))
-
 
 class MediaPool:
-    """See the module. Call `start` before use and `close` at the end, on the loop that uses it."""
+    """Call `start` before use and `close` at the end, on the loop that uses it."""
 
     def __init__(
         self,
@@ -255,7 +181,7 @@ class MediaPool:
         self._processes = DecodeProcessPool(self._config, num_places=self._settings.num_children)
         self._running: set[asyncio.Task[Any]] = set()
         self._dropped: set[asyncio.Task[Any]] = set()
-        self._aliases = AliasCache(self._settings.max_aliases)
+        self._aliases: collections.OrderedDict[bytes, KnownImage] = collections.OrderedDict()
         self._num_waiting = 0
         self._waiting_pixels = 0
         self._seconds_per_image = 0.02
@@ -280,22 +206,27 @@ class MediaPool:
 
     @property
     def num_waiting(self) -> int:
-        """Images that wait for a child."""
         return self._num_waiting
 
     @property
     def pids(self) -> frozenset[int]:
-        """Process ids of the children that run."""
-        return frozenset(child.pid for child in self._processes)
+        return frozenset(child.pid for child in self._processes.alive)
 
     async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
         """The image that the same file gave before, under the same parameters and salt.
 
         Decodes nothing. Returns None if the file is new, or if `spec` has another number of tokens.
         """
-        return await self._aliases.find(
-            data, max_pixels=spec.max_pixels, salt=spec.salt, num_tokens=spec.num_tokens
-        )
+        if len(data) > HASH_INLINE_BYTES:
+            digest = await asyncio.to_thread(_digest, data)
+        else:
+            digest = _digest(data)
+        alias = _alias(digest, spec)
+        known = self._aliases.get(alias)
+        if known is None or known.num_tokens != spec.num_tokens:
+            return None
+        self._aliases.move_to_end(alias)
+        return known
 
     def image_bytes(self, spec: ImageSpec) -> int:
         """Bytes of this process that one image takes: its patches and its pixels.
@@ -330,23 +261,27 @@ class MediaPool:
             if self._observer is not None:
                 self._observer.image_refused(error.code or "invalid_image")
             raise
-        self._aliases.add(digest, prepared, max_pixels=spec.max_pixels, salt=spec.salt)
+        alias = _alias(digest, spec)
+        self._aliases[alias] = KnownImage(
+            prepared.image_key, prepared.grid_thw, prepared.num_tokens
+        )
+        self._aliases.move_to_end(alias)
+        if len(self._aliases) > self._settings.max_aliases:
+            self._aliases.popitem(last=False)
         return prepared
 
     def _check(self, data: bytes | memoryview, spec: ImageSpec) -> _Image:
         """Read the header, and compare it to what the gateway used to count tokens."""
         header = read_header(data, item=spec.item, limits=self._settings.limits)
-        if len(spec.salt) > DecodeRequest.MAX_SALT_BYTES:
-            raise InvalidRequestError(
-                f"cache_salt has more than {DecodeRequest.MAX_SALT_BYTES} bytes"
-            )
+        if len(spec.salt) > MAX_SALT_BYTES:
+            raise InvalidRequestError(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
         processor = self._processor.capped(spec.max_pixels)
         geometry = processor.geometry(header.height, header.width)
-        found = (header.format, header.width, header.height, geometry.num_tokens)
-        said = (spec.format, spec.width, spec.height, spec.num_tokens)
-        if found != said:
+        actual = (header.format, header.width, header.height, geometry.num_tokens)
+        stated = (spec.format, spec.width, spec.height, spec.num_tokens)
+        if actual != stated:
             raise InvalidImageError(
-                f"the image is {_describe(*found)}; the request counted on {_describe(*said)}",
+                f"the image is {_describe(*actual)}; the request counted on {_describe(*stated)}",
                 item=spec.item,
                 code="image_mismatch",
             )
@@ -356,24 +291,22 @@ class MediaPool:
         """Wait for a child, within the queue's limits, and start the request on it."""
         if self._closed:
             raise EngineError("the media pool is closed")
-        pixels, settings = image.pixels, self._settings
-        if (
-            self._num_waiting >= settings.max_waiting
-            or self._waiting_pixels + pixels > settings.max_waiting_pixels
-        ):
-            wait = self._num_waiting * self._seconds_per_image / settings.num_children
+        settings, num_waiting = self._settings, self._num_waiting
+        num_pixels = self._waiting_pixels + image.pixels
+        if num_waiting >= settings.max_waiting or num_pixels > settings.max_waiting_pixels:
+            wait = num_waiting * self._seconds_per_image / settings.num_children
             raise OverloadedError(
-                f"{self._num_waiting} images wait to be decoded already",
+                f"{num_waiting} images wait to be decoded already",
                 retry_after_seconds=max(1.0, wait),
             )
         queued = time.monotonic()
         self._num_waiting += 1
-        self._waiting_pixels += pixels
+        self._waiting_pixels += image.pixels
         try:
             child = await self._processes.take(large=image.large)
         finally:
             self._num_waiting -= 1
-            self._waiting_pixels -= pixels
+            self._waiting_pixels -= image.pixels
         # no await between the child and its task: a cancellation cannot lose it
         task = asyncio.create_task(self._work(child, image, queued))
         self._keep(task)
@@ -383,24 +316,26 @@ class MediaPool:
         self, child: DecodeChild | None, image: _Image, queued: float
     ) -> tuple[PreparedImage, bytes]:
         """Run one request from child to patches; cutting overlaps the next image's decoding."""
-        begun = time.monotonic()
+        started = time.monotonic()
         done, body = await self._decoded(child, image)
         if not done.ok:
             raise _refusal(bytes(body), image.spec.item)
         if asyncio.current_task() in self._dropped:  # patches have many times the pixels' bytes
             raise asyncio.CancelledError
-        return await self._result(done, body, image.geometry, begun - queued), done.file_digest
+        return await self._result(done, body, image.geometry, started - queued), done.file_digest
 
     async def _decoded(
         self, child: DecodeChild | None, image: _Image
     ) -> tuple[DecodeResult, memoryview]:
         """The child's answer; always returns the place to the pool."""
+        spec = image.spec
+        request = DecodeRequest(image.header, spec.max_pixels, spec.salt, len(image.data))
         try:
             for attempt in (1, 2):
                 child = child or await self._processes.spawn()
                 try:
                     return await child.run(
-                        image.request,
+                        request,
                         image.data,
                         expected=image.geometry,
                         timeout_seconds=self._settings.timeout_seconds,
@@ -409,33 +344,31 @@ class MediaPool:
                     self._processes.remove_dead(child, death)
                     child = None
                     if attempt == 2 or not death.blameless:
-                        raise self._verdict(death, image.spec.item) from death
+                        raise self._verdict(death, spec.item) from death
             raise AssertionError("the second attempt returns or raises")
         finally:
             if child is None:
-                self._keep(asyncio.create_task(self._refill(large=image.large)))
+                self._keep(asyncio.create_task(self._processes.refill(large=image.large)))
             else:
                 self._processes.return_process(child, large=image.large)
 
     async def _result(
         self, done: DecodeResult, body: memoryview, geometry: Geometry, queued: float
     ) -> PreparedImage:
-        """Cut the patches of a child's pixels."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         pixels = np.frombuffer(body, np.uint8).reshape(geometry.height, geometry.width, 3)
-        given = pixels, self._processor, geometry  # a cap changes only the geometry
+        args = pixels, self._processor, geometry  # a cap changes only the geometry
         if self._cutter.is_native and len(body) <= AT_ONCE_BYTES:
-            patches = self._cutter.cut(*given)
+            patches = self._cutter.cut(*args)
         else:
-            patches = await asyncio.to_thread(self._cutter.cut, *given)
-        prepare = done.prepare_us / 1e6 + time.perf_counter() - begun
+            patches = await asyncio.to_thread(self._cutter.cut, *args)
+        prepare = done.prepare_us / 1e6 + time.perf_counter() - started
         times = MediaTimes(queued, done.decode_us / 1e6, prepare, done.key_us / 1e6)
         seconds = times.decode + times.prepare + times.key
         self._seconds_per_image += 0.1 * (seconds - self._seconds_per_image)
         if self._observer is not None:
             self._observer.image_prepared(times)
-        values = patches.data.cast("B")
-        return PreparedImage(done.image_key, done.grid_thw, done.num_tokens, values)
+        return PreparedImage(done.image_key, done.grid_thw, done.num_tokens, patches.data.cast("B"))
 
     def _verdict(self, death: ChildDiedError, item: int) -> Exception:
         if death.returncode >= 0:
@@ -445,14 +378,6 @@ class MediaPool:
             f"{self._config.memory_bytes >> 20} MiB",
             item=item,
         )
-
-    async def _refill(self, *, large: bool) -> None:
-        """Return the place of a child that died, with a new child if possible."""
-        child = None
-        try:
-            child = await self._processes.replacement()
-        finally:
-            self._processes.return_process(child, large=large)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._running.add(task)
@@ -473,5 +398,94 @@ def _refusal(body: bytes, item: int) -> InvalidImageError:
     return InvalidImageError(message, item=item, code=code)
 
 
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _alias(file_digest: bytes, spec: ImageSpec) -> bytes:
+    """A key of `_aliases`. Fixed-size fields come first, so that the salt needs no length."""
+    return _digest(file_digest + spec.max_pixels.to_bytes(8, "little") + spec.salt)
+
+
 def _describe(file_format: str, width: int, height: int, num_tokens: int) -> str:
     return f"a {file_format} of {width}x{height} pixels and {num_tokens} tokens"
+
+
+class DecodeProcessPool:
+    def __init__(self, config: ChildConfig, *, num_places: int) -> None:
+        self._config = config
+        self._num_places = num_places
+        self._idle: asyncio.LifoQueue[DecodeChild | None] = asyncio.LifoQueue()
+        # with a single place, large images use it too
+        self._large = asyncio.Semaphore(max(num_places - 1, 1))
+        self.alive: set[DecodeChild] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start all children; raises EngineError if one does not start."""
+        starting = [self.spawn() for _ in range(self._num_places)]
+        # wait for all, so that none starts after the failure of another one closed the pool
+        for child in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(child, BaseException):
+                raise child
+            self._idle.put_nowait(child)
+        if not all(child.filtered for child in self.alive):
+            logger.warning("decode children run without a filter of system calls")
+
+    def refuse(self, num_waiting: int) -> None:
+        """Start no more children, and wake the waiters, which then find the pool closed."""
+        self._closed = True
+        for _ in range(num_waiting):
+            self._large.release()
+            self._idle.put_nowait(None)
+
+    def end(self) -> None:
+        for child in self.alive:
+            child.close()
+        self.alive.clear()
+
+    async def take(self, *, large: bool) -> DecodeChild | None:
+        """An idle child; None is a place whose child died. First come, first served per size."""
+        if large:
+            await self._large.acquire()
+        try:
+            return await self._idle.get()
+        except BaseException:
+            if large:
+                self._large.release()
+            raise
+
+    def return_process(self, child: DecodeChild | None, *, large: bool) -> None:
+        """Return the place that `take` gave, with the child that is in it now."""
+        if large:
+            self._large.release()
+        self._idle.put_nowait(child)
+
+    async def spawn(self) -> DecodeChild:
+        """Start one child; raises EngineError if it does not start or the pool is closed."""
+        if self._closed:
+            raise EngineError("the media pool is closed")
+        child = await DecodeChild.start(self._config)
+        self.alive.add(child)
+        if self._closed:  # meanwhile: `end` did not see this child
+            self.alive.discard(child)
+            child.close()
+            raise EngineError("the media pool is closed")
+        return child
+
+    async def refill(self, *, large: bool) -> None:
+        """Return the place of a child that died, with a new child if one starts."""
+        child = None
+        try:
+            child = await self.spawn()
+        except EngineError as error:
+            logger.warning("decode child not restarted", extra={"error": str(error)})
+        finally:
+            self.return_process(child, large=large)
+
+    def remove_dead(self, child: DecodeChild, death: ChildDiedError) -> None:
+        logger.warning(
+            "decode child died", extra={"pid": child.pid, "returncode": death.returncode}
+        )
+        self.alive.discard(child)
+        child.close()

@@ -59,7 +59,6 @@ class Taps:
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
-        """The arguments of the native function."""
         first, count, weights = (
             each.ctypes.data for each in (self.first, self.count, self.weights)
         )

@@ -123,7 +123,6 @@ def allow_only_what_decoding_needs() -> str | None:
 
 
 def program(machine: Machine) -> Sequence[Instruction]:
-    """The filter of an architecture."""
     return [
         Instruction(_LOAD, 0, 0, _ARCHITECTURE_AT),
         Instruction(_IF_EQUAL, 1, 0, machine.audit),

@@ -24,7 +24,7 @@ from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.errors import Refusal
-from vlm_worker.media.settings import REFUSALS, MediaTimes
+from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.metrics import COUNTER, GAUGE, Metric
 from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.state import CallOutcome, LeaseCounts, Snapshot, WorkerState, growth_of
@@ -71,12 +71,12 @@ class WorkerMetrics:
         self._bytes[transfer.kind].inc(transfer.num_bytes)
 
     def image_prepared(self, times: MediaTimes) -> None:
-        """See `media.settings.MediaObserver`."""
+        """See `media.pool.MediaObserver`."""
         for part in ("queue", "decode", "prepare", "key"):
             self._media_seconds.labels(part).observe(getattr(times, part))
 
     def image_refused(self, code: str) -> None:
-        """See `media.settings.MediaObserver`."""
+        """See `media.pool.MediaObserver`."""
         self._media_failures.labels(code).inc()
 
     def exposition(self) -> bytes:
