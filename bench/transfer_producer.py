@@ -28,7 +28,7 @@ from vlm_worker.transfer.producer import Producer  # noqa: E402
 from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
 from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
 from vlm_worker.types import RequestKey  # noqa: E402
-from vlm_worker.wire.buffers import HostRegions, LiveRegions, copier_of  # noqa: E402
+from vlm_worker.wire.buffers import Copier, HostRegions, LiveRegions  # noqa: E402
 from vlm_worker.wire.frames import Commit, FrameBatches, TransferId, join_frames  # noqa: E402
 from vlm_worker.wire.messages import FETCH_CALL, FetchCall  # noqa: E402
 from vlm_worker.wire.rpc import METHODS, server_options  # noqa: E402
@@ -79,7 +79,7 @@ async def produce() -> None:
     """Serve data connections and raw TCP until standard input ends; first print the ports."""
     pools = {name: filled(load) for name, load in LOADS.items()}
     shared = shared_memory()
-    copier = copier_of(native.path())
+    copier = Copier(native.path())
     released = ExitStack()  # their segments hold memory until they are closed
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 

@@ -10,6 +10,7 @@ from worker.wire.reading import read
 
 from vlm_worker.errors import CorruptTransferError, Refusal
 from vlm_worker.types import RequestKey
+from vlm_worker.wire.buffers import digest
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
     HEADER,
@@ -18,7 +19,6 @@ from vlm_worker.wire.frames import (
     Frame,
     FrameWriter,
     TransferId,
-    digest,
 )
 
 

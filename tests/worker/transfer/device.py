@@ -16,6 +16,7 @@ from vlm_worker.wire.buffers import (
     Range,
     Ranges,
     Regions,
+    digest,
     host_views,
     stage,
 )
@@ -151,10 +152,10 @@ class FabricView:
         if isinstance(destination, DeviceRegions):
             assert isinstance(destination.owner, Arena)
             destination.owner.put(destination.ranges, bytes(data))
-        else:
-            for view in host_views(destination):
-                view[:], data = data[: view.nbytes], data[view.nbytes :]
-        return destination.digest(head)
+            return destination.digest(head)
+        for view in host_views(destination):
+            view[:], data = data[: view.nbytes], data[view.nbytes :]
+        return digest(head, *host_views(destination))
 
     def close(self) -> None:
         """Nothing to free."""

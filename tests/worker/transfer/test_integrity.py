@@ -16,13 +16,13 @@ from worker.transfer.damages import DAMAGES, Transfer, make_transfer
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, Refusal
 from vlm_worker.types import FinishReason
+from vlm_worker.wire.buffers import digest
 from vlm_worker.wire.frames import (
     HEADER,
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     Commit,
     FrameWriter,
-    digest,
 )
 
 

@@ -16,7 +16,7 @@ from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.transfer.mapping import Mapper, MappingCache, mapper_of
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import Exposure
-from vlm_worker.wire.buffers import HostRegions, NativeCopier
+from vlm_worker.wire.buffers import Copier, HostRegions
 from vlm_worker.wire.frame_reader import View
 
 SIZE = 50_000
@@ -104,7 +104,7 @@ def test_a_mapping_stays_while_anything_that_was_made_of_it_is_used(
 def test_a_mapping_that_lost_a_page_is_void_for_good(mapper: Mapper, file: int) -> None:
     library = native.path()
     assert library is not None
-    copier, room = NativeCopier(library), memoryview(bytearray(SIZE))
+    copier, room = Copier(library), memoryview(bytearray(SIZE))
     mapping = mapper.map(file, SIZE, is_written=False)
     os.ftruncate(file, 5000)
     copier.copy([mapping.bytes.data[:5000]], [room[:5000]], head=b"")

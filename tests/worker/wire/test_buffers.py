@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_kernels.cpu import native
-from vlm_worker.wire.buffers import COPIED_BYTES, PLAIN, Copier, copier_of, split_views
+from vlm_worker.wire.buffers import COPIED_BYTES, Copier, split_views
 
 
 @pytest.fixture(params=["plain", "native"], scope="module")
@@ -18,7 +18,7 @@ def copier(request: pytest.FixtureRequest) -> Copier:
     library = native.path()
     if request.param == "native" and library is None:
         pytest.skip("no native library on this machine")
-    return copier_of(library if request.param == "native" else None)
+    return Copier(library if request.param == "native" else None)
 
 
 def split(data: bytearray, ends: list[int]) -> list[memoryview]:
@@ -46,10 +46,6 @@ def test_parts_fill_rooms_and_the_digest_is_of_both(
     digest = copier.copy(split(source, of), split(target, to), head=head)
     assert target == source
     assert digest == xxhash.xxh3_128_digest(head + source)
-
-
-def test_without_a_native_library_numpy_copies() -> None:
-    assert copier_of(None) is PLAIN
 
 
 @given(of=ends, to=ends)

@@ -14,6 +14,7 @@ from vlm_worker.wire.buffers import (
     LiveRegions,
     Regions,
     address_of,
+    digest,
     host_views,
 )
 from vlm_worker.wire.frame_reader import FrameReader
@@ -31,7 +32,6 @@ from vlm_worker.wire.frames import (
     TransferId,
     Units,
     chunk_bytes_of,
-    digest,
 )
 
 IDENTITY = TransferId(RequestKey("r-1", 1), "t", b"b" * 16, b"f" * 16, "pod")

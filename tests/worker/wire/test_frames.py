@@ -82,10 +82,10 @@ def receive(reader: FrameReader, frames: list[bytes], *, in_parts: bool = False)
     """All units; raises where anything is wrong, the missing commit included."""
     received = b""
     for frame in frames:
-        before = reader.num_bytes
+        before = reader.assembler.num_bytes
         units = read(reader, frame, in_parts=in_parts)
         if units is not None:
-            assert units.data.nbytes == reader.num_bytes - before
+            assert units.data.nbytes == reader.assembler.num_bytes - before
             received += bytes(units.data)
     if reader.commit is None:
         raise CorruptTransferError("no commit")
@@ -228,7 +228,7 @@ def test_units_lie_where_their_reader_wants_them_however_the_frames_come() -> No
         reader = transfer.reader(into=DestinationBuffers([memoryview(piece) for piece in pieces]))
         assert receive(reader, transfer.frames(), in_parts=in_parts) == b"", "it is there already"
         assert b"".join(pieces) == transfer.data
-        assert reader.num_bytes == size
+        assert reader.assembler.num_bytes == size
 
 
 def test_units_that_lie_elsewhere_are_followed_where_somebody_wants_to_hear_of_them() -> None:

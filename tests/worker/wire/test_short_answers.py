@@ -17,7 +17,6 @@ from vlm_worker.wire.data_protocol import (
     RECORD,
     is_readable,
     send_nonblocking,
-    send_rest,
 )
 
 SHORT = Transfer(unit_bytes=32, first_unit=0, num_units=4, batch=2)
@@ -107,7 +106,7 @@ def test_what_there_is_no_room_for_is_sent_later_and_arrives_whole(num_before: i
         assert bool(rest) == (num_before > 1)
         theirs.recv(num_sent, socket.MSG_WAITALL)
         ours.setblocking(True)
-        send_rest(ours, rest)
+        ours.sendall(rest)
         ours.close()
         assert received(theirs, SHORT.reader()) == SHORT.data
 

@@ -17,7 +17,7 @@ from vlm_worker.media.pool import ImageSpec, KnownImage
 from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.request_memory import CallMemory
 from vlm_worker.types import PreparedImage, RequestKey
-from vlm_worker.wire.buffers import growing_buffer
+from vlm_worker.wire.buffers import private_memory
 from vlm_worker.wire.messages import EncodeCall
 
 Chunk = tuple[int, bytes]
@@ -103,13 +103,13 @@ class Uploads:
                 tasks.append(known)
                 files.append(_File(item, data, specs[item], known))
                 del data, known  # `_one` has the last reference, and drops it after decoding
-                if not memory.has_images and sum(need) <= memory.most:
+                if not memory.has_images and sum(need) <= memory.max_image_bytes:
                     memory.claim_early(sum(need))
                 if memory.has_images:
                     decode_all()
             if not memory.has_images:
-                found = await asyncio.gather(*(file.known for file in files))
-                unknown = [n for n, one in zip(need, found, strict=True) if one is None]
+                known_images = await asyncio.gather(*(file.known for file in files))
+                unknown = [n for n, image in zip(need, known_images, strict=True) if image is None]
                 since = time.monotonic()
                 await memory.claim_images(sum(unknown), num_images=len(unknown))
                 waited = (since, time.monotonic())
@@ -156,65 +156,41 @@ class Uploads:
     async def _files(
         self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory
     ) -> AsyncIterator[tuple[int, memoryview]]:
-        """Each file when it is complete, in order; none is longer than announced."""
+        """Each file when it is complete, in order; none is longer than announced.
+
+        Only the pages of bytes that have arrived use memory.
+        """
         within = self._context.timers.encode
         deadline = time.monotonic() + within
         for item, announced in enumerate(call.items):
-            file = _Arriving(announced.num_bytes)
-            while not file.is_whole:
+            num_bytes, num_received, data = announced.num_bytes, 0, memoryview(b"")
+            while num_received < num_bytes:
                 chunk = await anext(chunks, None)
                 if chunk is None:
                     raise InvalidRequestError(f"the stream ended within item {item}")
-                given, part = chunk
-                if given != item:
-                    raise InvalidRequestError(f"chunk of item {given} where item {item} is due")
-                if file.num_left < len(part):
-                    raise InvalidRequestError(
-                        f"item {item} has more than its {announced.num_bytes} bytes"
-                    )
+                index, part = chunk
+                if index != item:
+                    raise InvalidRequestError(f"chunk of item {index} where item {item} is due")
+                if num_received + len(part) > num_bytes:
+                    raise InvalidRequestError(f"item {item} has more than its {num_bytes} bytes")
                 if time.monotonic() > deadline:  # a slow peer must not hold memory longer
                     raise PeerLostError(f"the images were not here within {within:g} s")
                 memory.received(len(part))
-                file.add(part)
+                if len(part) == num_bytes:
+                    data = memoryview(part)
+                elif part:
+                    if not num_received:
+                        data = memoryview(private_memory(num_bytes))
+                    data[num_received : num_received + len(part)] = part
+                num_received += len(part)
                 del chunk, part  # not kept during the wait for the next one
-            yield item, file.data
-        async for given, _ in chunks:
-            raise InvalidRequestError(f"chunk of item {given}, and there are {len(call.items)}")
-
-
-class _Arriving:
-    """A file of known size; only the pages of bytes that have arrived use memory."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_left = num_bytes
-        self.data = memoryview(b"")
-        self._num_bytes = num_bytes
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all bytes have arrived."""
-        return self.num_left == 0
-
-    def add(self, part: bytes) -> None:
-        """Append bytes, at most as many as are missing."""
-        if len(part) == self._num_bytes:
-            self.data = memoryview(part)
-        elif part:
-            first = self._num_bytes - self.num_left
-            if first == 0:
-                self.data = growing_buffer(self._num_bytes)
-            self.data[first : first + len(part)] = part
-        self.num_left -= len(part)
+            yield item, data
+        async for index, _ in chunks:
+            raise InvalidRequestError(f"chunk of item {index}, and there are {len(call.items)}")
 
 
 def _spec(call: EncodeCall, item: int) -> ImageSpec:
-    said = call.items[item]
+    i = call.items[item]
     return ImageSpec(
-        item=item,
-        format=said.format,
-        width=said.width,
-        height=said.height,
-        num_tokens=said.num_tokens,
-        max_pixels=said.max_pixels,
-        salt=call.cache_salt,
+        item, i.format, i.width, i.height, i.num_tokens, i.max_pixels, salt=call.cache_salt
     )

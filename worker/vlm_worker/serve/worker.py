@@ -39,7 +39,7 @@ from vlm_worker.settings.options import values_of
 from vlm_worker.transfer import nixl, shared_memory
 from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import Stage
-from vlm_worker.wire.buffers import copier_of
+from vlm_worker.wire.buffers import Copier
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ async def build_components(
         on_transfer=server.meters.observe,
         timers=settings.timers,
         transport=make_transport(settings, native_library=loaded.native_library),
-        copier=copier_of(loaded.native_library),
+        copier=Copier(loaded.native_library),
         strict=settings.strict,
         memory=RequestMemory(plan.requests, max_waiting=settings.queues.max_waiting_images),
     )

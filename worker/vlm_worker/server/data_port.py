@@ -28,7 +28,6 @@ from vlm_worker.wire.data_protocol import (
     send_batch,
     send_failure,
     send_nonblocking,
-    send_rest,
     shut_down,
 )
 from vlm_worker.wire.frames import FrameBatches
@@ -147,7 +146,7 @@ class DataPort:
                     if not isinstance(run, tuple):
                         await self._on_thread(connection, send_batch, run)
                     elif rest := send_nonblocking(connection, run):
-                        await self._on_thread(connection, send_rest, rest)
+                        await self._on_thread(connection, socket.socket.sendall, rest)
         except OSError:
             raise
         except Exception as error:

@@ -53,8 +53,7 @@ class Pull:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the units so far."""
-        return self._reader.num_bytes
+        return self._reader.assembler.num_bytes
 
     @property
     def commit(self) -> Commit:
@@ -91,15 +90,6 @@ _READERS: Final = ThreadPoolExecutor(4, thread_name_prefix="frame-read")
 """For frames with out-of-band payloads, whose fetch may block on a network."""
 
 
-async def _read(reader: FrameReader, frame: bytes) -> Units | None:
-    """Read a frame; on a thread if it may block."""
-    if not reader.may_block:
-        return reader.read(frame)
-    running = run_in_thread(_READERS, reader.read, frame)
-    await running.end()  # even if cancelled: the thread writes to the caller's memory
-    return running.result()
-
-
 async def checked_units(
     frames: AsyncGenerator[bytes], reader: FrameReader, *, peer: str, no_progress_seconds: float
 ) -> AsyncGenerator[Units]:
@@ -119,7 +109,12 @@ async def checked_units(
                     raise PeerLostError(f"{peer}: no frame for {no_progress_seconds:g} s") from None
                 if frame is None:
                     return
-                units = await _read(reader, frame)
+                if reader.may_block:
+                    running = run_in_thread(_READERS, reader.read, frame)
+                    await running.end()  # if cancelled, too: the thread writes to `into`
+                    units = running.result()
+                else:
+                    units = reader.read(frame)
                 if units is not None:
                     yield units
     finally:
@@ -200,7 +195,7 @@ class ReceiveChannel:
 class WriteWindow:
     """Writes units while the next ones are received. The end of the context cancels writes.
 
-    `await write(units)` writes units; at most `max_bytes` are in flight, or one larger batch.
+    At most `max_bytes` are in flight, or one larger batch.
     """
 
     def __init__(
@@ -218,7 +213,6 @@ class WriteWindow:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Cancel writes that `flush` did not wait for."""
         tasks = [task for task, _ in self._writing]
         for task in tasks:
             task.cancel()

@@ -16,13 +16,13 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from vlm_worker.errors import PeerLostError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.transfer.consumer import MAX_PENDING_BATCHES, ReceiveChannel
 from vlm_worker.transfer.shared_memory import NAME as SHARED_MEMORY
-from vlm_worker.transfer.thread_call import ThreadCall, run_in_thread
+from vlm_worker.transfer.thread_call import run_in_thread
 from vlm_worker.wire.data_protocol import (
     Fetch,
     is_readable,
@@ -46,8 +46,6 @@ AT_ONCE_SECONDS: Final = 0.005
 UNREACHABLE_SECONDS: Final = 60.0
 """An unreachable port, perhaps blocked by a firewall, is not tried again for this time."""
 
-T = TypeVar("T")
-
 
 class UnreachableError(Exception):
     """No data connection could be opened; no byte was read."""
@@ -57,16 +55,12 @@ class FetchThreads:
     """The threads of all data connections of a worker: one for each fetch in flight."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="data-fetch")
+        self.pool = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="data-fetch")
         self.num_busy = 0
-
-    def start(self, work: Callable[..., T], *args: Any) -> ThreadCall[T]:
-        """Run `work` on a thread."""
-        return run_in_thread(self._pool, work, *args)
 
     def close(self) -> None:
         """Stop the pool; a fetch ends when its connection is closed."""
-        self._pool.shutdown(wait=False)
+        self.pool.shutdown(wait=False)
 
 
 class DataConnectionPool:
@@ -85,7 +79,6 @@ class DataConnectionPool:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a fetch may use a data connection."""
         return (
             self._port is not None
             and not self._closed
@@ -109,7 +102,7 @@ class DataConnectionPool:
         """
         self._threads.num_busy += 1  # before other fetches check for a free thread
         try:
-            connection = await self._asked(request_to(fetch, call))
+            connection = await self._send(request_to(fetch, call))
         except BaseException:
             self._threads.num_busy -= 1
             raise
@@ -124,7 +117,13 @@ class DataConnectionPool:
                         yield units
             has_ended = True
         finally:
-            self._leave(connection, reader, has_ended=has_ended)
+            reader.close()
+            self._busy.discard(connection)
+            self._threads.num_busy -= 1
+            if has_ended and not self._closed and len(self._idle) < MAX_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
 
     def close(self) -> None:
         """Close all connections; a fetch in flight ends as if the worker were lost."""
@@ -138,12 +137,15 @@ class DataConnectionPool:
         self, connection: socket.socket, reader: FrameReader
     ) -> AsyncGenerator[Units]:
         """Units that a thread receives; the thread has ended when the iteration ends."""
+        assembler = reader.assembler
         channel = (
-            ReceiveChannel(max_pending=None if reader.is_in_place else MAX_PENDING_BATCHES)
-            if reader.reports_progress
+            ReceiveChannel(max_pending=None if assembler.into else MAX_PENDING_BATCHES)
+            if assembler.reports_progress
             else None
         )
-        running = self._threads.start(_receive_all, connection, reader, self._address, channel)
+        running = run_in_thread(
+            self._threads.pool, _receive_all, connection, reader, self._address, channel
+        )
         has_ended = is_late = False
 
         def expire() -> None:
@@ -168,7 +170,7 @@ class DataConnectionPool:
                 channel.give_up()
             await running.end()  # before the connection is reused or closed
 
-    async def _asked(self, request: bytes) -> socket.socket:
+    async def _send(self, request: bytes) -> socket.socket:
         """Send the request on an idle connection that is open, or on a new one; returns it."""
         while self._idle:
             connection = self._idle.pop()
@@ -188,6 +190,7 @@ class DataConnectionPool:
             raise UnreachableError(f"{self._host}:{self._port}: {error}") from error
 
     def _check(self, result: Callable[[], object], *, is_late: bool = False) -> None:
+        """Call `result`; a lost connection is a PeerLostError."""
         try:
             result()
         except (OSError, UnreachableError) as error:
@@ -197,38 +200,24 @@ class DataConnectionPool:
                 raise
             raise PeerLostError(f"{self._address}: the data connection: {error}") from error
 
-    def _leave(self, connection: socket.socket, reader: FrameReader, *, has_ended: bool) -> None:
-        reader.close()
-        self._busy.discard(connection)
-        self._threads.num_busy -= 1
-        if has_ended and not self._closed and len(self._idle) < MAX_IDLE:
-            self._idle.append(connection)
-        else:
-            connection.close()
-
 
 def _may_be_short(call: FetchCall, reader: FrameReader) -> bool:
     """Whether an answer may be short, with payloads that the loop itself can copy."""
     return (
         call.transport.startswith(SHARED_MEMORY)  # the only transport that never blocks
-        and not reader.reports_progress
-        and reader.total_bytes <= MAX_AT_ONCE_BYTES
+        and not reader.assembler.reports_progress
+        and reader.assembler.total_bytes <= MAX_AT_ONCE_BYTES
     )
 
 
 async def _is_readable_soon(connection: socket.socket) -> bool:
     """Whether a whole short answer arrives within `AT_ONCE_SECONDS`."""
     loop = asyncio.get_running_loop()
-    answered = loop.create_future()
-
-    def answer() -> None:
-        if not answered.done():
-            answered.set_result(None)
-
-    late = loop.call_later(AT_ONCE_SECONDS, answer)
-    loop.add_reader(connection, answer)
+    answered = asyncio.Event()
+    late = loop.call_later(AT_ONCE_SECONDS, answered.set)
+    loop.add_reader(connection, answered.set)
     try:
-        await answered
+        await answered.wait()
     finally:
         loop.remove_reader(connection)
         late.cancel()

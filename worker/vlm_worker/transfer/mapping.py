@@ -9,10 +9,12 @@ If a mapped file shrinks, the kernel sends SIGBUS, which the native library hand
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -29,8 +31,6 @@ _UNMAP: Final = ctypes.CFUNCTYPE(None, _INT)
 
 
 class Mapper:
-    """Maps files with the native library at a path."""
-
     def __init__(self, library: str) -> None:
         native = ctypes.CDLL(library)
         self._map = _MAP(("triptych_map", native))
@@ -47,23 +47,19 @@ class Mapper:
         number = self._map(file, num_bytes, is_written, ctypes.byref(address))
         if number < 0 or address.value is None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        mapping = Mapping(self, number, address.value, num_bytes, is_written=is_written)
+        is_whole = functools.partial(self._is_whole, number)
+        mapping = Mapping(is_whole, address.value, num_bytes, is_written=is_written)
         weakref.finalize(mapping, self._unmap, number).atexit = False
         return mapping
-
-    def is_whole(self, number: int) -> bool:
-        """See `Mapping.is_whole`."""
-        return bool(self._is_whole(number))
 
 
 class Mapping:
     """Bytes of a file. They stay mapped while any view of `bytes` exists, in any thread."""
 
     def __init__(
-        self, mapper: Mapper, number: int, address: int, num_bytes: int, *, is_written: bool
+        self, is_whole: Callable[[], bool], address: int, num_bytes: int, *, is_written: bool
     ) -> None:
-        self._mapper = mapper
-        self._number = number
+        self._is_whole = is_whole
         self.num_bytes = num_bytes
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -80,7 +76,7 @@ class Mapping:
     @property
     def is_whole(self) -> bool:
         """Whether no page was lost; False is permanent: such a mapping is void."""
-        return self._mapper.is_whole(self._number)
+        return self._is_whole()
 
 
 class MappingCache:
@@ -96,7 +92,6 @@ class MappingCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all cached mappings."""
         return sum(mapping.num_bytes for _, mapping in self._kept.values())
 
     def take(self, file: int, num_bytes: int) -> Mapping | None:
@@ -137,8 +132,8 @@ class MappingCache:
 
 def _identity(file: int) -> tuple[int, int]:
     """Device and inode: unique while the file is open."""
-    found = os.fstat(file)
-    return found.st_dev, found.st_ino
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
 
 
 def mapper_of(library: str | None) -> Mapper | None:

@@ -93,8 +93,7 @@ class Nixl:
         """
         return _NixlView(self._agent, self._peers, opening, num_bytes)
 
-    def close(self) -> None:
-        """Do nothing: each exposure and each view has its own buffer."""
+    def close(self) -> None: ...  # each exposure and each view has its own buffer
 
 
 class _Peers:
@@ -109,7 +108,7 @@ class _Peers:
         self._lock = threading.Lock()
         self._num_views: Counter[str] = Counter()
 
-    def add(self, metadata: bytes) -> str:
+    def add_view(self, metadata: bytes) -> str:
         """Add an agent, or a view of a known one; returns its name. Raises what NIXL raises."""
         with self._lock:
             name = self._agent.add_remote_agent(metadata)
@@ -117,8 +116,8 @@ class _Peers:
             self._num_views[peer] += 1
             return peer
 
-    def leave(self, peer: str) -> None:
-        """Remove one view; with the last one, the agent is removed."""
+    def remove_view(self, peer: str) -> None:
+        """Remove one view; the last one removes the agent."""
         with self._lock:
             self._num_views[peer] -= 1
             if self._num_views[peer]:
@@ -131,8 +130,6 @@ class _Peers:
 
 
 class _Registered:
-    """A buffer that is registered with the agent."""
-
     def __init__(self, agent: Any, num_bytes: int) -> None:
         self.data = np.zeros(num_bytes, np.uint8)
         self.address = int(self.data.ctypes.data)
@@ -161,12 +158,11 @@ class _NixlExposure:
         """Copy into the registered buffer; the frame needs no bytes."""
         if self._buffer is None:
             raise GoneError("the transfer was abandoned")
-        room = self._buffer.data[position : position + source.num_bytes]
-        PLAIN.copy(host_views(source), [room.data], head=b"")
+        target = self._buffer.data[position : position + source.num_bytes]
+        PLAIN.copy(host_views(source), [target.data], head=b"")
         return memoryview(b"")
 
     def close(self) -> None:
-        """Deregister the buffer."""
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
@@ -196,33 +192,30 @@ class _NixlView:
             raise _failed("its address is beyond all memory")
         self._agent = agent
         self._peers = peers
-        self._is_open = True
+        self._peer: str | None = None
+        self._buffer: _Registered | None = None
         try:
-            self._peer = peers.add(opening[_ADDRESS.size :])
+            self._peer = peers.add_view(opening[_ADDRESS.size :])
+            self._buffer = _Registered(agent, min(num_bytes, MAX_OUT_OF_BAND_BYTES))
         except Exception as error:  # each backend of NIXL raises its own types
-            raise _failed(f"{type(error).__name__}") from error
-        self._landing: _Registered | None = None
-        try:
-            self._landing = _Registered(agent, min(num_bytes, MAX_OUT_OF_BAND_BYTES))
-        except Exception as error:  # as above
             self.close()
-            raise _failed(f"{type(error).__name__}") from error
+            raise _failed(type(error).__name__) from error
 
     def read(self, position: int, destination: Regions, *, head: bytes) -> bytes:
         """Read into a registered buffer, and copy from there to the destination."""
-        landing, num_bytes = self._landing, destination.num_bytes
-        if landing is None:
+        buffer, num_bytes = self._buffer, destination.num_bytes
+        if buffer is None:
             raise _failed("a read failed before")
         try:
-            self._read(self._address + position, num_bytes, into=landing)
+            self._read(self._address + position, num_bytes, into=buffer)
         except Exception as error:  # as above
             # the read may still write into the buffer, so it is never reused
-            _ABANDONED.append(landing)
-            self._landing = None
+            _ABANDONED.append(buffer)
+            self._buffer = None
             if isinstance(error, CorruptTransferError):
                 raise
-            raise _failed(f"{type(error).__name__}") from error
-        return PLAIN.copy([landing.data[:num_bytes].data], host_views(destination), head=head)
+            raise _failed(type(error).__name__) from error
+        return PLAIN.copy([buffer.data[:num_bytes].data], host_views(destination), head=head)
 
     def _read(self, address: int, num_bytes: int, *, into: _Registered) -> None:
         agent = self._agent
@@ -243,12 +236,12 @@ class _NixlView:
 
     def close(self) -> None:
         """Deregister the local buffer, and remove the producer's agent with its last view."""
-        if self._landing is not None:
-            self._landing.close()
-            self._landing = None
-        if self._is_open:
-            self._is_open = False
-            self._peers.leave(self._peer)
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+        if self._peer is not None:
+            self._peers.remove_view(self._peer)
+            self._peer = None
 
 
 def _failed(what: str) -> CorruptTransferError:

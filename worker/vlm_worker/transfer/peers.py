@@ -89,11 +89,9 @@ class Peer:
         end_unit: int,
         into: DestinationBuffers | None = None,
     ) -> Pull:
-        """Start a transfer to this worker. No size comes from the producer.
+        """Start a transfer of units `first_unit` to `end_unit`. No size comes from the producer.
 
-        `content` identifies the expected data (`TransferId`); a frame with another one voids the
-        transfer. The units are `first_unit` to `end_unit`, each of `unit_bytes`, written to `into`
-        if given.
+        `content` identifies the expected data (`TransferId`).
         """
         call = FetchCall(
             transfer_id=source.transfer_id,
@@ -116,36 +114,30 @@ class Peer:
         return Pull(units, reader, peer=source.address, on_refused=on_refused)
 
     async def close(self) -> None:
-        """Close all connections."""
         self._data.close()
         await self.client.close()
 
     async def units(
         self, fetch: Fetch, call: FetchCall, reader: FrameReader
     ) -> AsyncGenerator[Units]:
-        """A transfer's validated units, over a data connection or gRPC.
-
-        Raises:
-            PeerLostError: no frame in time, or the producer is gone.
-            WorkerError: an error of the producer or of the reader.
-        """
+        """A transfer's validated units, over a data connection or gRPC."""
         await self.meet(call.boot_id)
         if self._data.is_usable:
             try:
-                async with aclosing(self._data.units(fetch, call, reader)) as units:
-                    async for some in units:
-                        yield some
+                async with aclosing(self._data.units(fetch, call, reader)) as received:
+                    async for units in received:
+                        yield units
                 return
             except UnreachableError as error:
                 logger.warning("no data connection: over gRPC", extra={"error": str(error)})
         timers, address = self.client.timers, self.client.address
         frames = self.client.fetch(fetch, call, timeout=timers.fetch)
-        seconds = timers.no_progress
-        async with aclosing(
-            checked_units(frames, reader, peer=address, no_progress_seconds=seconds)
-        ) as units:
-            async for some in units:
-                yield some
+        over_grpc = checked_units(
+            frames, reader, peer=address, no_progress_seconds=timers.no_progress
+        )
+        async with aclosing(over_grpc) as received:
+            async for units in received:
+                yield units
         self._data.learn(self.client.data_port)
 
 
@@ -166,7 +158,6 @@ class Peers:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
-        """Stop renewing and close every connection."""
         tasks = [*self._tasks, *(p.renewing for p in self._peers.values() if p.renewing)]
         for task in tasks:
             task.cancel()
@@ -178,13 +169,7 @@ class Peers:
 
     @property
     def num_held(self) -> int:
-        """Leases held at all peers."""
         return sum(len(peer.held) for peer in self._peers.values())
-
-    @property
-    def num_tasks(self) -> int:
-        """Running renewals and releases."""
-        return len(self._tasks) + sum(peer.renewing is not None for peer in self._peers.values())
 
     @contextlib.asynccontextmanager
     async def hold(self, source: Source) -> AsyncIterator[Peer]:
@@ -211,14 +196,10 @@ class Peers:
     def _peer(self, address: str) -> Peer:
         peer = self._peers.pop(address, None)
         peer = peer or Peer(address, self._threads, self._timers, self._sources)
+        idle = [name for name, it in self._peers.items() if not it.held and it.renewing is None]
         self._peers[address] = peer  # the most recently used is last
-        idle = [
-            known
-            for known, other in self._peers.items()
-            if not other.held and other.renewing is None and other is not peer
-        ]
-        for known in idle[: max(0, len(idle) - MAX_IDLE_PEERS)]:
-            self._run(self._peers.pop(known).close())
+        for name in idle[: max(0, len(idle) - MAX_IDLE_PEERS)]:
+            self._run(self._peers.pop(name).close())
         return peer
 
     async def _renew(self, peer: Peer) -> None:

@@ -47,27 +47,29 @@ Lend = Callable[[int, int], Awaitable[Callable[[], None]]]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Reader:
-    """One consumer's stream, and the time of its last frame, written by any thread."""
+    """One consumer's stream; `exposure` of `transport` is its own.
 
+    Any thread writes `taken_at`, the time of its last frame.
+    """
+
+    key: RequestKey
+    first_unit: int
+    transport: Transport | None
+    exposure: Exposure | None
     taken_at: float
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Prebuilt:
-    """The frames of all units for the first consumer with this key and invitation.
+    """The frames of all units for the first consumer with our key and this invitation.
 
     `exposure` holds out-of-band payloads; no consumer knows it yet. `frames` are None if building
     them failed or was abandoned.
     """
 
-    key: RequestKey
     invitation: bytes
     exposure: Exposure | None
     frames: asyncio.Future[tuple[Frame, ...] | None]
-
-    def is_for(self, key: RequestKey, invitation: bytes) -> bool:
-        """Whether this consumer can read them."""
-        return key == self.key and secrets.compare_digest(invitation, self.invitation)
 
     def end(self, frames: tuple[Frame, ...] | None) -> None:
         """Set the frames; the first call counts."""
@@ -124,7 +126,6 @@ class Producer:
 
     @property
     def num_readers(self) -> int:
-        """Open streams."""
         return len(self._readers)
 
     @property
@@ -135,7 +136,6 @@ class Producer:
 
     @property
     def exposed_bytes(self) -> int:
-        """Exposed bytes, which consumers may read directly."""
         return self._exposures.num_bytes
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Producer:
         self._notify()
 
     def finish(self, commit: Commit) -> None:
-        """All units may be read; if it has a finish reason, there may be fewer than requested."""
+        """All units may be read; with a finish reason, there may be fewer than requested."""
         self._commit = commit
         if commit.finish_reason is None:
             self._num_units = commit.num_units
@@ -184,16 +184,13 @@ class Producer:
         if invitation and exposure is None:
             return  # no capacity: the bytes go into the frames of a later fetch
         result = asyncio.get_running_loop().create_future()
-        prebuilt = self._prebuilt = _Prebuilt(key, invitation, exposure, result)
+        prebuilt = self._prebuilt = _Prebuilt(invitation, exposure, result)
         frames = None
         try:
             await self._prepared()
             # No consumer waits for one frame while the next is built: one chunk, large frames.
             framer = self._framer(
-                key,
-                0,
-                transport,
-                exposure,
+                _Reader(key, 0, transport, exposure, self._clock()),
                 max_bytes=MAX_PAYLOAD_BYTES if exposure is None else MAX_OUT_OF_BAND_BYTES,
                 chunk_bytes=num_bytes,
                 copier=PLAIN,
@@ -216,21 +213,19 @@ class Producer:
     async def whole(self, num_units: int) -> memoryview:
         """All units, for a consumer in this process; waits for the commit.
 
-        Raises:
-            CorruptTransferError: the number of units differs.
-            Exception: the error given to `fail`.
+        Raises CorruptTransferError if their number differs, and the error given to `fail`.
         """
         await self.settled()
         if self._num_units != num_units:
             raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
         await self._prepared()
-        room = allocate_buffer(num_units * self._unit_bytes)
-        found = self._export(0, num_units, room)
-        if isinstance(found, memoryview):
-            return found
-        stage(found.regions, room)
-        found.check()
-        return room
+        buffer = allocate_buffer(num_units * self._unit_bytes)
+        data = self._export(0, num_units, buffer)
+        if isinstance(data, memoryview):
+            return data
+        stage(data.regions, buffer)
+        data.check()
+        return buffer
 
     async def frame_batches(
         self,
@@ -246,9 +241,7 @@ class Producer:
         With `transport`, payloads are out of band if the consumer's invitation allows it. Any
         thread may iterate over a batch; it computes the digests. `large`: no gRPC limit.
 
-        Raises:
-            InvalidRequestError: the transfer has no such unit.
-            Exception: the error given to `fail`.
+        Raises InvalidRequestError if there is no such unit, and the error given to `fail`.
         """
         if first_unit > self._max_units:
             raise InvalidRequestError(
@@ -257,14 +250,19 @@ class Producer:
         if transport is None:
             invitation = b""
         num_bytes = (self._max_units - first_unit) * self._unit_bytes
-        prebuilt = self._prebuilt
-        if prebuilt is not None and first_unit == 0 and large and prebuilt.is_for(key, invitation):
+        prebuilt, wants_all = self._prebuilt, first_unit == 0 and key == self._identity.key
+        if (
+            prebuilt is not None
+            and wants_all
+            and large
+            and secrets.compare_digest(invitation, prebuilt.invitation)
+        ):
             self._prebuilt, exposure = None, prebuilt.exposure
         else:
             self._drop_prebuilt()
             prebuilt = None
             exposure = None if transport is None else transport.expose(invitation, num_bytes)
-        reader = _Reader(self._clock())
+        reader = _Reader(key, first_unit, transport, exposure, self._clock())
         self._readers.add(reader)
         if exposure is not None:
             self._exposures.add(exposure)
@@ -282,20 +280,15 @@ class Producer:
                 return
             large = large or exposure is not None
             framer = self._framer(
-                key,
-                first_unit,
-                transport,
-                exposure,
+                reader,
                 max_bytes=MAX_LARGE_BYTES if large else MAX_PAYLOAD_BYTES,
                 chunk_bytes=chunk_bytes_of(num_bytes, large=large),
                 copier=self._copier,
-                exposes_device=transport is not None
-                and MemoryKind.DEVICE in transport.accepts
-                and self._lend is not None,
+                lends=self._lend is not None,
             )
-            async with aclosing(self._cut(framer, exposure)) as runs:
-                async for run in runs:
-                    yield self._taken(run, reader)
+            async with aclosing(self._batches(framer, exposure)) as batches:
+                async for batch in batches:
+                    yield self._taken(batch, reader)
         except (GeneratorExit, asyncio.CancelledError):
             # the consumer closed its stream: it reads no longer
             if exposure is not None and exposure in self._exposures:
@@ -312,15 +305,15 @@ class Producer:
             if prebuilt.exposure is not None:
                 self._exposures.close_one(prebuilt.exposure)
 
-    def _taken(self, run: Iterator[Frame], reader: _Reader) -> Iterator[Frame]:
+    def _taken(self, batch: Iterator[Frame], reader: _Reader) -> Iterator[Frame]:
         """A batch; records the time when each frame is requested, so the one before is sent."""
-        for frame in run:
+        for frame in batch:
             if self._error is not None:
                 raise self._error
             yield frame
             reader.taken_at = self._clock()
 
-    async def _cut(
+    async def _batches(
         self, framer: ChunkFramer, exposure: Exposure | None
     ) -> AsyncGenerator[Iterator[Frame]]:
         if framer.next_unit >= self._num_units and self._commit is None:
@@ -334,8 +327,12 @@ class Producer:
             if framer.next_unit < self._num_units and framer.gone is None:
                 await self._prepared()
                 end_unit, commit = self._num_units, self._commit
-                if framer.exposes_device and exposure is not None:
-                    await self._lend_to(exposure, framer, end_unit)
+                if framer.exposes_device and exposure is not None and self._lend is not None:
+                    try:  # the units stay unchanged while a consumer may read them
+                        loan = await self._lend(framer.next_unit, end_unit)
+                        self._exposures.lend(exposure, loan)
+                    except GoneError as error:
+                        framer.gone = error
                 if framer.gone is None:
                     yield framer.run(end_unit, commit)
                 if framer.gone is not None and (await self.settled()).finish_reason is None:
@@ -348,53 +345,45 @@ class Producer:
                     async with asyncio.timeout(self._timers.wait_frame):
                         await changed.wait()
                 except TimeoutError:
-                    yield framer.keepalive()
+                    yield iter((framer.writer.wait(),))
 
     def _framer(
         self,
-        key: RequestKey,
-        first_unit: int,
-        transport: Transport | None,
-        exposure: Exposure | None,
+        reader: _Reader,
         *,
         max_bytes: int,
         chunk_bytes: int,
         copier: Copier,
-        exposes_device: bool = False,
+        lends: bool = False,
     ) -> ChunkFramer:
-        """Frames from a unit on, for one consumer, to whom `exposure` of `transport` belongs."""
+        """The frames of a reader. With `lends`, it may read device memory directly."""
         write_at = buffer = opening = None
+        transport, exposure = reader.transport, reader.exposure
         if exposure is not None:
             write_at = functools.partial(self._exposures.write, exposure)
             buffer = functools.partial(self._exposures.buffer, exposure)
         writer = FrameWriter(
-            dataclasses.replace(self._identity, key=key),
+            dataclasses.replace(self._identity, key=reader.key),
             unit_bytes=self._unit_bytes,
-            first_unit=first_unit,
+            first_unit=reader.first_unit,
             write_at=write_at,
             max_bytes=max_bytes,
             copier=copier,
         )
+        exposes_device = False
         if exposure is not None and transport is not None:
             opening = writer.open(transport.name, exposure.opening)
+            exposes_device = lends and MemoryKind.DEVICE in transport.accepts
         return ChunkFramer(
             self._export,
             writer,
             unit_bytes=self._unit_bytes,
-            first_unit=first_unit,
+            first_unit=reader.first_unit,
             chunk_bytes=chunk_bytes,
             buffer=buffer,
             opening=opening,
-            exposes_device=exposes_device and exposure is not None,
+            exposes_device=exposes_device,
         )
-
-    async def _lend_to(self, exposure: Exposure, framer: ChunkFramer, end_unit: int) -> None:
-        """Keep the next units unchanged in device memory while a consumer may read them."""
-        assert self._lend is not None
-        try:
-            self._exposures.lend(exposure, await self._lend(framer.next_unit, end_unit))
-        except GoneError as error:
-            framer.gone = error
 
     async def _prepared(self) -> None:
         if self._prepare is not None:

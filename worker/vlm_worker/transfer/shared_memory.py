@@ -34,7 +34,7 @@ import xxhash
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.mapping import Mapper, Mapping, MappingCache, mapper_of
 from vlm_worker.transfer.transport import HOST_ONLY, ExposureAccount
-from vlm_worker.wire.buffers import COPIED_BYTES, Copier, Regions, address_of, copier_of, host_views
+from vlm_worker.wire.buffers import COPIED_BYTES, Copier, Regions, address_of, host_views
 from vlm_worker.wire.frames import OUT_OF_BAND_VERSION
 
 NAME: Final = "shared-memory"
@@ -65,7 +65,7 @@ class SharedMemory:
     ) -> None:
         self.account = ExposureAccount(capacity_bytes)
         self._mapper = mapper_of(native_library)
-        self._copier = copier_of(native_library)
+        self._copier = Copier(native_library)
         self._views = MappingCache(capacity_bytes)
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -78,15 +78,14 @@ class SharedMemory:
         sweep_leftovers(self._directory, older_than=time.time() - leftover_seconds)
 
     def invitation(self) -> bytes:
-        """The directory's random bytes."""
         return self._domain
 
     def expose(self, invitation: bytes, num_bytes: int) -> _Segment | None:
         """A file of `num_bytes`; None without capacity, or for a consumer of another directory."""
         if not secrets.compare_digest(invitation, self._domain) or num_bytes == 0:
             return None
-        room = os.fstatvfs(self._directory)
-        free = room.f_bavail * room.f_frsize + sum(file.num_bytes for file in self._spares)
+        status = os.fstatvfs(self._directory)
+        free = status.f_bavail * status.f_frsize + sum(file.num_bytes for file in self._spares)
         if num_bytes > free or not self.account.take(num_bytes):
             return None
         file = None
@@ -107,7 +106,7 @@ class SharedMemory:
         Raises:
             CorruptTransferError: it does not exist, or its size differs.
         """
-        file = _opened(self._directory, opening, num_bytes)
+        file = _open(self._directory, opening, num_bytes)
         mapping = self._views.take(file, num_bytes)
         if mapping is None and self._mapper is not None and num_bytes:
             with contextlib.suppress(OSError):  # without a mapping, the view reads the file
@@ -115,7 +114,6 @@ class SharedMemory:
         return _SegmentView(file, mapping, copier=self._copier, keep=self._views.keep)
 
     def close(self) -> None:
-        """Remove the spare files and close the directory."""
         if not self._closed:
             self._closed = True
             self._views.close()
@@ -133,7 +131,6 @@ class SharedMemory:
         return nearest
 
     def _keep(self, file: SegmentFile) -> None:
-        """Keep a file for the next transfer, within the capacity."""
         try:
             file.rename()
         except OSError:
@@ -143,14 +140,11 @@ class SharedMemory:
         self._trim()
 
     def _trim(self) -> None:
-        left = self.account.capacity - self.account.used - self.account.abandoned
-        while self._spares and sum(file.num_bytes for file in self._spares) > left:
+        while self._spares and sum(file.num_bytes for file in self._spares) > self.account.free:
             self._spares.pop(0).discard()
 
 
 class _Segment:
-    """A producer's file during one transfer."""
-
     def __init__(
         self, file: SegmentFile, *, account: ExposureAccount, keep: Callable[[SegmentFile], None]
     ) -> None:
@@ -171,33 +165,29 @@ class _Segment:
 
     def write(self, position: int, source: Regions) -> memoryview:
         """Write, unless the bytes were made in the mapping; the frame needs no bytes."""
-        for data in host_views(source):
-            self._write(position, data)
-            position += data.nbytes
-        return memoryview(b"")
-
-    def _write(self, position: int, data: memoryview) -> None:
         if self._file is None:
             raise GoneError("the transfer was abandoned")
-        room = self.buffer(position, data.nbytes)
-        if room is None:
-            assert 0 <= position <= self.num_bytes - data.nbytes
-            try:
-                self._file.write(position, data)
-            except OSError as error:
-                raise GoneError(f"shared memory: {os.strerror(error.errno or 0)}") from error
-        elif address_of(room) != address_of(data):
-            room[:] = data
+        assert 0 <= position <= self.num_bytes - source.num_bytes
+        for data in host_views(source):
+            buffer = self.buffer(position, data.nbytes)
+            if buffer is None:
+                try:
+                    self._file.write(position, data)
+                except OSError as error:
+                    raise GoneError(f"shared memory: {os.strerror(error.errno or 0)}") from error
+            elif address_of(buffer) != address_of(data):
+                buffer[:] = data
+            position += data.nbytes
         if not self._file.is_whole:
             raise GoneError("shared memory: there was no page for all of it")
+        return memoryview(b"")
 
     def close(self) -> None:
         """Keep the file for the next transfer: its consumer reads no more."""
         file, self._file = self._file, None
         if file is not None:
             self._account.release(self.num_bytes)
-            is_free = self._leave_memory()
-            if is_free and file.is_whole:
+            if self._drop_mapping() and file.is_whole:
                 self._keep(file)
             else:
                 file.discard()
@@ -208,9 +198,9 @@ class _Segment:
         if file is not None:
             self._account.abandon(self.num_bytes)
             file.remove()
-            self._leave_memory()
+            self._drop_mapping()
 
-    def _leave_memory(self) -> bool:
+    def _drop_mapping(self) -> bool:
         """Drop the mapping; False if an abandoned copy still writes into a buffer of it."""
         if self._memory is None:
             return True
@@ -245,23 +235,22 @@ class _SegmentView:
             if self._mapping.is_whole:
                 return digest
         state = xxhash.xxh3_128(head)
-        for room in destinations:
-            for start in range(0, room.nbytes, COPIED_BYTES):
-                part = room[start : start + COPIED_BYTES]
+        for view in destinations:
+            for start in range(0, view.nbytes, COPIED_BYTES):
+                part = view[start : start + COPIED_BYTES]
                 self._read(position, part)
                 state.update(part)
                 position += part.nbytes
-        found: bytes = state.digest()
-        return found
+        return state.digest()
 
-    def _read(self, position: int, room: memoryview) -> None:
+    def _read(self, position: int, buffer: memoryview) -> None:
         assert self._file is not None
         try:
-            num_read = os.preadv(self._file, [room], position)
+            num_read = os.preadv(self._file, [buffer], position)
         except OSError as error:
             raise _missing(os.strerror(error.errno or 0)) from error
-        if num_read != room.nbytes:
-            raise _missing(f"it ends before byte {position + room.nbytes}")
+        if num_read != buffer.nbytes:
+            raise _missing(f"it ends before byte {position + buffer.nbytes}")
 
     def close(self) -> None:
         """Keep file and mapping for the next transfer of this file."""
@@ -273,7 +262,7 @@ class _SegmentView:
             os.close(file)
 
 
-def _opened(directory: int, opening: bytes, num_bytes: int) -> int:
+def _open(directory: int, opening: bytes, num_bytes: int) -> int:
     """Open a producer's file of exactly this size, by a name inside the directory."""
     if len(opening) != NAME_BYTES:
         raise _missing(f"a name of {len(opening)} bytes")
@@ -282,10 +271,10 @@ def _opened(directory: int, opening: bytes, num_bytes: int) -> int:
         file = os.open(path_of(opening), flags, dir_fd=directory)
     except OSError as error:
         raise _missing(os.strerror(error.errno or 0)) from error
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
         os.close(file)
-        raise _missing(f"it has {found.st_size} bytes where {num_bytes} are due")
+        raise _missing(f"it has {status.st_size} bytes where {num_bytes} are due")
     return file
 
 
@@ -357,7 +346,6 @@ class SegmentFile:
 
 
 def path_of(name: bytes) -> str:
-    """The path of a file, relative to its directory."""
     return PREFIX + name.hex()
 
 
@@ -390,23 +378,20 @@ def domain_of(directory: int) -> bytes:
         with contextlib.suppress(FileNotFoundError):
             file = os.open(_DOMAIN, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
             try:
-                what = os.fstat(file)
-                found = os.read(file, NAME_BYTES + 1)
+                status = os.fstat(file)
+                domain = os.read(file, NAME_BYTES + 1)
             finally:
                 os.close(file)
-            if (
-                what.st_uid != os.geteuid()
-                or what.st_mode & 0o077
-                or not stat.S_ISREG(what.st_mode)
-            ):
+            mode, is_ours = status.st_mode, status.st_uid == os.geteuid()
+            if not is_ours or mode & 0o077 or not stat.S_ISREG(mode):
                 raise OSError(
-                    f"{_DOMAIN} in the shared memory directory belongs to user {what.st_uid} with "
-                    f"mode {stat.S_IMODE(what.st_mode):o}, and must be this user's own with mode "
+                    f"{_DOMAIN} in the shared memory directory belongs to user {status.st_uid} "
+                    f"with mode {stat.S_IMODE(mode):o}, and must be this user's own with mode "
                     "600: remove it, or use another directory"
                 )
-            if len(found) != NAME_BYTES:
+            if len(domain) != NAME_BYTES:
                 raise OSError(f"{_DOMAIN} in the shared memory directory is not ours: remove it")
-            return found
+            return domain
         draft = f"{PREFIX}{secrets.token_hex(NAME_BYTES)}"
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open(draft, flags, 0o600, dir_fd=directory)

@@ -25,7 +25,7 @@ class ThreadCall(Generic[T]):
         self._ended: Future[T] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.has_ended = False
-        future.add_done_callback(self._tell)
+        future.add_done_callback(self._notify)
 
     async def wait(self) -> None:
         """Wait until it ends, with or without error. A cancel does not end it."""
@@ -54,7 +54,7 @@ class ThreadCall(Generic[T]):
         ended, self._ended = self._ended, None
         return ended.result()
 
-    def _tell(self, future: Future[T]) -> None:
+    def _notify(self, future: Future[T]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._end, future)
 
@@ -65,5 +65,4 @@ class ThreadCall(Generic[T]):
 
 
 def run_in_thread(pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> ThreadCall[T]:
-    """Run `work` on a thread of the pool."""
     return ThreadCall(pool.submit(work, *args))

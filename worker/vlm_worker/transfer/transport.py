@@ -100,7 +100,6 @@ class ExposureSet:
 
     @property
     def num_bytes(self) -> int:
-        """Exposed bytes, which consumers may read directly."""
         return sum(exposure.num_bytes for exposure in self._all)
 
     def __contains__(self, exposure: Exposure) -> bool:
@@ -108,7 +107,6 @@ class ExposureSet:
         return exposure in self._all
 
     def add(self, exposure: Exposure) -> None:
-        """Add an exposure that a consumer learns of."""
         self._all.append(exposure)
 
     def lend(self, exposure: Exposure, return_loan: Callable[[], None]) -> None:
@@ -144,18 +142,16 @@ class ExposureSet:
             return_loan()
 
     def buffer(self, exposure: Exposure, position: int, num_bytes: int) -> memoryview | None:
-        """See `Exposure.buffer`."""
         with self._lock:
             return exposure.buffer(position, num_bytes)
 
     def write(self, exposure: Exposure, position: int, source: Regions) -> memoryview:
-        """See `Exposure.write`."""
         with self._lock:  # not to memory that was closed meanwhile
             return exposure.write(position, source)
 
 
 class ExposureAccount:
-    """Bytes exposed to consumers. `used` and `lost` together never exceed `capacity`.
+    """Bytes exposed to consumers. `used` and `abandoned` together never exceed `capacity`.
 
     used        a consumer may read them; free again after its release or closed stream
     abandoned   the consumer confirmed nothing; not reused while this process runs
@@ -167,22 +163,24 @@ class ExposureAccount:
         self.abandoned = 0
         self.num_exposed = 0
 
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used - self.abandoned
+
     def take(self, num_bytes: int) -> bool:
         """Count bytes as used; False if they exceed the capacity."""
-        if num_bytes > self.capacity - self.used - self.abandoned:
+        if num_bytes > self.free:
             return False
         self.used += num_bytes
         self.num_exposed += 1
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Count bytes as free again."""
         assert num_bytes <= self.used
         self.used -= num_bytes
         self.num_exposed -= 1
 
     def abandon(self, num_bytes: int) -> None:
-        """Count used bytes as abandoned."""
         self.release(num_bytes)
         self.abandoned += num_bytes
 
@@ -209,15 +207,12 @@ class ByteStream:
     def invitation(self) -> bytes:
         return b""
 
-    def expose(self, invitation: bytes, num_bytes: int) -> None:
-        """None: it exposes no memory."""
+    def expose(self, invitation: bytes, num_bytes: int) -> None: ...
 
     def view(self, opening: bytes, num_bytes: int) -> View:
-        """Refuse: no memory is exposed."""
         raise CorruptTransferError(
             f"{len(opening)} bytes of an opening for {num_bytes}; all are due in the frames",
             refusal=Refusal.MEMORY,
         )
 
-    def close(self) -> None:
-        """Nothing to free."""
+    def close(self) -> None: ...

@@ -22,7 +22,7 @@ import enum
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 COPIED_BYTES: Final = 1 << 18
 """Chunk size if the digest follows the copy: most of it stays in the core's L2 cache."""
-_LEAST: Final = 241
+_MIN_NATIVE_BYTES: Final = 241
 """Minimum bytes of head and parts for the native function."""
 _MOVE: Final = struct.Struct("=QQq")
 _FUNCTION: Final = ctypes.CFUNCTYPE(
@@ -89,20 +89,6 @@ class HostRegions:
     def num_bytes(self) -> int:
         return sum(view.nbytes for view in self.views)
 
-    def slice(self, start: int, num_bytes: int) -> HostRegions:
-        """The bytes from an offset on."""
-        _check_slice(self.num_bytes, start, num_bytes)
-        _, views = split_views(self.views, (start, num_bytes))
-        return HostRegions(views)
-
-    def digest(self, head: bytes) -> bytes:
-        """XXH3-128 of a head and of all bytes."""
-        state = xxhash.xxh3_128(head)
-        for view in self.views:
-            state.update(view)
-        found: bytes = state.digest()
-        return found
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRegions:
@@ -127,17 +113,17 @@ class DeviceRegions:
 
     def slice(self, start: int, num_bytes: int) -> DeviceRegions:
         """The bytes from an offset on."""
-        _check_slice(self.num_bytes, start, num_bytes)
-        found, end, position = [], start + num_bytes, 0
+        if not 0 <= start <= start + num_bytes <= self.num_bytes:
+            raise ValueError(f"{num_bytes} bytes from {start} on are not within {self.num_bytes}")
+        ranges, end, position = [], start + num_bytes, 0
         for address, size in self.ranges:
             first, last = max(start, position), min(end, position + size)
             if first < last:
-                found.append(Range(address + first - position, last - first))
+                ranges.append(Range(address + first - position, last - first))
             position += size
-        return DeviceRegions(tuple(found), self.owner)
+        return DeviceRegions(tuple(ranges), self.owner)
 
     def digest(self, head: bytes) -> bytes:
-        """XXH3-128 of a head and of all bytes."""
         assert self.owner.digest is not None
         return self.owner.digest(self.ranges, head)
 
@@ -165,67 +151,55 @@ def stage(regions: Regions, buffer: memoryview) -> None:
         PLAIN.copy(regions.views, [buffer], head=b"")
 
 
+def digest(head: bytes, *views: memoryview) -> bytes:
+    """XXH3-128 of a head and of all bytes."""
+    state = xxhash.xxh3_128(head)
+    for view in views:
+        state.update(view)
+    return state.digest()
+
+
 def host_views(regions: Regions) -> Memory:
     """The views of host regions; device regions must be staged before."""
     assert isinstance(regions, HostRegions)
     return regions.views
 
 
-def _check_slice(total: int, start: int, num_bytes: int) -> None:
-    if not 0 <= start <= start + num_bytes <= total:
-        raise ValueError(f"{num_bytes} bytes from {start} on are not within {total} bytes")
+class Copier:
+    """Copies and digests, with the native library at a path or with numpy. Thread-safe."""
 
-
-class Copier(Protocol):
-    """Copies and digests. Thread-safe."""
+    def __init__(self, library: str | None = None) -> None:
+        self._native: Callable[..., Any] | None = None
+        if library is not None:
+            self._native = _FUNCTION(("triptych_copy_digest", ctypes.CDLL(library)))
 
     def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
         """Copy `parts` to `destinations` of equal size; returns the digest of `head` and data."""
-
-
-class PlainCopier:
-    """Uses numpy and xxhash."""
-
-    def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
-        """See `Copier`."""
-        state = xxhash.xxh3_128(head)
-        for part, target in _pairs(parts, destinations):
-            for start in range(0, part.nbytes, COPIED_BYTES):
-                chunk = target[start : start + COPIED_BYTES]
-                np.copyto(_array(chunk), _array(part[start : start + COPIED_BYTES]))
-                state.update(chunk)
-        found: bytes = state.digest()
-        return found
-
-
-class NativeCopier:
-    """Uses the native library at a path."""
-
-    def __init__(self, library: str) -> None:
-        self._native = ctypes.CDLL(library)
-        self._copy = _FUNCTION(("triptych_copy_digest", self._native))
-        self._plain = PlainCopier()
-
-    def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
-        """See `Copier`."""
+        if self._native is None:
+            return _copy(parts, destinations, head=head)
         moves, num_bytes = bytearray(), len(head)
         for part, target in _pairs(parts, destinations):
             assert not target.readonly
             num_bytes += part.nbytes
             moves += _MOVE.pack(address_of(target), address_of(part), part.nbytes)
-        if num_bytes < _LEAST:
-            return self._plain.copy(parts, destinations, head=head)
+        if num_bytes < _MIN_NATIVE_BYTES:
+            return _copy(parts, destinations, head=head)
         digest = ctypes.create_string_buffer(16)
-        self._copy(bytes(moves), len(moves) // _MOVE.size, head, len(head), digest)
+        self._native(bytes(moves), len(moves) // _MOVE.size, head, len(head), digest)
         return digest.raw
 
 
-PLAIN: Final[Copier] = PlainCopier()
+PLAIN: Final = Copier()
 
 
-def copier_of(library: str | None) -> Copier:
-    """The copier for a library path; PLAIN if it is None."""
-    return PLAIN if library is None else NativeCopier(library)
+def _copy(parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
+    state = xxhash.xxh3_128(head)
+    for part, target in _pairs(parts, destinations):
+        for start in range(0, part.nbytes, COPIED_BYTES):
+            chunk = target[start : start + COPIED_BYTES]
+            np.copyto(_array(chunk), _array(part[start : start + COPIED_BYTES]))
+            state.update(chunk)
+    return state.digest()
 
 
 def address_of(memory: memoryview) -> int:
@@ -301,7 +275,10 @@ def allocate_buffer(num_bytes: int) -> memoryview:
 
 
 def private_memory(num_bytes: int, *, huge: bool = False) -> mmap.mmap:
-    """Map `num_bytes`, in huge pages if `huge` and the system has them."""
+    """Map `num_bytes`, in huge pages if `huge` and the system has them.
+
+    Pages are allocated when they are written.
+    """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         with contextlib.suppress(AttributeError, OSError):
@@ -318,8 +295,3 @@ def new_buffer(num_bytes: int) -> memoryview:
     if num_bytes < OWN_MAPPING_BYTES:
         return allocate_buffer(num_bytes)
     return memoryview(private_memory(num_bytes, huge=True))
-
-
-def growing_buffer(num_bytes: int) -> memoryview:
-    """As `new_buffer`, for bytes that arrive in parts: pages are allocated when written."""
-    return memoryview(private_memory(num_bytes))

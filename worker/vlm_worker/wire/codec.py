@@ -79,7 +79,6 @@ _CODECS: dict[type[Any], Codec[Any]] = {}
 
 
 def refuse(path: str, bound: Bound | Between, value: Any) -> None:
-    """Raise the InvalidRequestError of a field."""
     section, _, name = path.rpartition(".")
     param = name if section == "sampling" else None
     raise InvalidRequestError(f"{path} {bound.problem(value)}", param=param)
@@ -220,25 +219,25 @@ class _Compiler:
 
     def _read_by_kind(self, field: Field, source: str, where: str) -> str:
         kind, element = field.kind, _element(field)
-        if _container(field) is not None:
-            container = _container(field).__name__
+        container = _container(field)
+        if container is not None:
             if dataclasses.is_dataclass(element):
                 known = field.marker(Known)
-                given = f" if y.{known.name} in {self._bind(known.values)}" if known else ""
-                one = self._decode_of(element)
+                condition = f" if y.{known.name} in {self._bind(known.values)}" if known else ""
+                decode = self._decode_of(element)
                 prefix = f"path + '{_wire_name(field)}.'"
-                elements = f"[{one}(y, {prefix}) for y in {source}{given}]"
-                return f"{container}({elements} if {source} else ())"
+                elements = f"[{decode}(y, {prefix}) for y in {source}{condition}]"
+                return f"{container.__name__}({elements} if {source} else ())"
             if _is_enum(element):
-                return f"{container}(map({self._bind(element)}, {source}))"
-            return f"{container}({source})"
+                return f"{container.__name__}(map({self._bind(element)}, {source}))"
+            return f"{container.__name__}({source})"
         if dataclasses.is_dataclass(kind):
             decoded = f"{self._decode_of(kind)}({source}, {where} + '.')"
             present = f"{decoded} if m.HasField({_wire_name(field)!r}) else None"
             return present if field.is_optional else decoded
         if _is_enum(kind):
-            found = f"{self._bind(kind)}({source})"
-            return f"{found} if {source} else None" if field.is_optional else found
+            member = f"{self._bind(kind)}({source})"
+            return f"{member} if {source} else None" if field.is_optional else member
         return source
 
     def _event(self) -> str:
@@ -254,7 +253,6 @@ class _Compiler:
     # ---- encode ----------------------------------------------------------------------------------
 
     def _arguments(self, cls: type[Any], value: str) -> list[str]:
-        """The arguments of the message's constructor."""
         args: list[str] = []
         nested: dict[str, list[str]] = {}
         for field in fields_of(cls):
@@ -309,7 +307,6 @@ class _Compiler:
 
 
 def _wire_name(field: Field) -> str:
-    """The name of a field in the message."""
     named = field.marker(Named) or field.marker(Ticks) or field.marker(Choice)
     return named.name if named else field.name
 

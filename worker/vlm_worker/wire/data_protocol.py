@@ -39,7 +39,7 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Fetch(enum.Enum):
-    """What is fetched: the field of a DataRequest and the gRPC method."""
+    """What is fetched: the field of a DataRequest, and the gRPC method."""
 
     EMBEDDING = ("embedding", "FetchEmbedding")
     KV = ("kv", "FetchKV")
@@ -62,11 +62,7 @@ def request_to(fetch: Fetch, call: FetchCall) -> bytes:
 
 
 def request_of(data: bytes) -> tuple[Fetch, FetchCall]:
-    """Parse a request, without its length prefix.
-
-    Raises:
-        InvalidRequestError: it is not a fetch.
-    """
+    """Parse a request without its length prefix; raises InvalidRequestError."""
     try:
         message = pb.DataRequest.FromString(data)
     except DecodeError as error:
@@ -90,11 +86,7 @@ def send_batch(connection: socket.socket, batch: Iterable[Frame]) -> None:
 
 
 def send_nonblocking(connection: socket.socket, batch: Sequence[Frame]) -> bytes:
-    """Send what fits the socket buffer; returns the rest. Never blocks.
-
-    Raises:
-        OSError: the consumer is gone.
-    """
+    """Send what fits the socket buffer; returns the rest. Raises OSError; never blocks."""
     data = b"".join(
         part
         for head, payload in batch
@@ -104,11 +96,6 @@ def send_nonblocking(connection: socket.socket, batch: Sequence[Frame]) -> bytes
         return data[connection.send(data, socket.MSG_DONTWAIT) :]
     except BlockingIOError:
         return data
-
-
-def send_rest(connection: socket.socket, data: bytes) -> None:
-    """Send what `send_nonblocking` returned. Raises OSError as `send_batch`."""
-    connection.sendall(data)
 
 
 def send_failure(connection: socket.socket, error: Exception) -> None:
@@ -132,7 +119,7 @@ def receive_units(connection: socket.socket, reader: FrameReader, peer: str) -> 
     start = memoryview(bytearray(RECORD.size + HEADER_BYTES))
     record, head = start[: RECORD.size], start[RECORD.size :]
     while reader.commit is None:
-        num_received = _receive(connection, start, peer=peer, least=RECORD.size)
+        num_received = _receive(connection, start, peer=peer, min_bytes=RECORD.size)
         kind, length = RECORD.unpack(record)
         if kind == _Record.FAILURE and length <= MAX_FAILURE_BYTES:
             data = memoryview(bytearray(length + HEADER_BYTES))
@@ -178,7 +165,7 @@ def is_readable(connection: socket.socket) -> bool:
 
 def wait_for_answer(connection: socket.socket, *, peer: str) -> None:
     """Block until the first byte. Raises as `receive_units`."""
-    _receive(connection, memoryview(bytearray(1)), peer=peer, least=1, flags=socket.MSG_PEEK)
+    _receive(connection, memoryview(bytearray(1)), peer=peer, flags=socket.MSG_PEEK)
 
 
 def shut_down(connection: socket.socket) -> None:
@@ -212,19 +199,17 @@ def _receive(
     buffer: memoryview,
     *,
     peer: str,
-    least: int | None = None,
+    min_bytes: int | None = None,
     flags: int = 0,
 ) -> int:
-    """Receive at least `least` bytes into `buffer`, at most all; returns how many."""
-    num_bytes, least = 0, buffer.nbytes if least is None else least
-    while num_bytes < least:
+    """Receive at least `min_bytes` into `buffer`, or all of it; returns how many."""
+    num_bytes = 0
+    if min_bytes is None:
+        min_bytes, flags = buffer.nbytes, flags | socket.MSG_WAITALL
+    while num_bytes < min_bytes:
         remaining = buffer[num_bytes:]
         try:
-            num_received = connection.recv_into(
-                remaining,
-                remaining.nbytes,
-                flags | (socket.MSG_WAITALL if least == buffer.nbytes else 0),
-            )
+            num_received = connection.recv_into(remaining, remaining.nbytes, flags)
         except BlockingIOError:  # the timeout of a blocking socket
             raise PeerLostError(f"{peer}: no byte of a frame in time") from None
         if not num_received:

@@ -9,6 +9,7 @@ payload directly into the destination.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -43,40 +44,29 @@ NOTHING: Final = memoryview(b"")
 Refuse = Callable[[Refusal, str], CorruptTransferError]
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class UnitAssembler:
     """Which bytes are due, and their destination; computed from the consumer's own request.
 
-    Args:
-        unit_bytes: size of a unit.
-        first_unit, end_unit: the requested units.
-        into: memory for all of them. Without it, memory is allocated for each batch.
-        refuse: makes the error for a part that is not due.
-
-    Attributes:
-        next_unit: the first unit that is not complete.
-        num_bytes: of complete units.
+    Units `first_unit` to `end_unit` go into `into`; without it, memory is allocated for each batch.
+    `refuse` makes the error for a part that is not due. `next_unit` is the first unit that is not
+    complete; `num_bytes` counts complete units.
     """
 
-    def __init__(
-        self,
-        *,
-        unit_bytes: int,
-        first_unit: int,
-        end_unit: int,
-        into: DestinationBuffers | None,
-        refuse: Refuse,
-    ) -> None:
-        assert into is None or into.num_bytes == (end_unit - first_unit) * unit_bytes
-        self.into = into
-        self.next_unit = first_unit
-        self.num_bytes = 0
-        self._unit_bytes = unit_bytes
-        self._first_unit = first_unit
-        self._end_unit = end_unit
-        self._refuse = refuse
-        self._batch: memoryview | None = None
-        self._batch_bytes = 0
-        self._part_bytes = 0
+    unit_bytes: int
+    first_unit: int
+    end_unit: int
+    into: DestinationBuffers | None
+    refuse: Refuse
+    next_unit: int = dataclasses.field(init=False)
+    num_bytes: int = 0
+    _batch: memoryview | None = None
+    _batch_bytes: int = 0
+    _part_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.into is None or self.into.num_bytes == self.total_bytes
+        self.next_unit = self.first_unit
 
     @property
     def reports_progress(self) -> bool:
@@ -85,18 +75,16 @@ class UnitAssembler:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no unit is partly received."""
         return not self._part_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole transfer."""
-        return (self._end_unit - self._first_unit) * self._unit_bytes
+        return (self.end_unit - self.first_unit) * self.unit_bytes
 
     @property
     def position(self) -> int:
         """Offset of the next byte in the transfer."""
-        return (self.next_unit - self._first_unit) * self._unit_bytes + self._part_bytes
+        return (self.next_unit - self.first_unit) * self.unit_bytes + self._part_bytes
 
     def check_due(self, header: Header, num_bytes: int, *, max_bytes: int) -> int:
         """Check that a payload is due; returns the bytes of the batch of units that it is part of.
@@ -107,21 +95,17 @@ class UnitAssembler:
             CorruptTransferError: another part is due, or the payload is not of one batch.
         """
         first_unit, num_units, offset = header.first_unit, header.num_units, header.offset
-        total = num_units * self._unit_bytes
+        total = num_units * self.unit_bytes
         if first_unit != self.next_unit or offset != self._part_bytes:
             due = f"unit {self.next_unit}+{self._part_bytes} is due"
-            raise self._refuse(Refusal.SEQUENCE, f"unit {first_unit}+{offset} where {due}")
-        if not 0 < num_units <= self._end_unit - first_unit or not num_bytes:
-            raise self._refuse(
-                Refusal.RANGE, f"{num_units} units where {self._end_unit} is the end"
-            )
-        if (
-            num_units > units_per_frame(self._unit_bytes, max_bytes=max_bytes)
-            or offset + num_bytes > total
-        ):
-            raise self._refuse(Refusal.RANGE, "it holds more than its units")
+            raise self.refuse(Refusal.SEQUENCE, f"unit {first_unit}+{offset} where {due}")
+        if not 0 < num_units <= self.end_unit - first_unit or not num_bytes:
+            raise self.refuse(Refusal.RANGE, f"{num_units} units where {self.end_unit} is the end")
+        max_units = units_per_frame(self.unit_bytes, max_bytes=max_bytes)
+        if num_units > max_units or offset + num_bytes > total:
+            raise self.refuse(Refusal.RANGE, "it holds more than its units")
         if self._part_bytes and self._batch_bytes != total:
-            raise self._refuse(Refusal.RANGE, f"{num_units} units after a part of others")
+            raise self.refuse(Refusal.RANGE, f"{num_units} units after a part of others")
         return total
 
     def parts(self, total: int, num_bytes: int) -> list[memoryview]:
@@ -133,9 +117,9 @@ class UnitAssembler:
             self._batch = np.empty(total, np.uint8).data
         return [self._batch[self._part_bytes : self._part_bytes + num_bytes]]
 
-    def regions(self, total: int, num_bytes: int, *, takes_device: bool) -> Regions:
-        """As `parts`, in device memory if the transport takes it and it is the destination."""
-        if self.into is None or self.into.device is None or not takes_device:
+    def regions(self, total: int, num_bytes: int, *, accepts: frozenset[MemoryKind]) -> Regions:
+        """As `parts`, in device memory if the transport accepts it and it is the destination."""
+        if self.into is None or self.into.device is None or MemoryKind.DEVICE not in accepts:
             return HostRegions(self.parts(total, num_bytes))
         self._batch_bytes = total
         return self.into.device.slice(self.position, num_bytes)
@@ -158,8 +142,8 @@ class UnitAssembler:
             return None
         if self.into is not None and self.into.device is not None and self._batch is not None:
             self._part_bytes = 0
-            room = self.into.device.slice(self.position, self._batch_bytes)
-            room.owner.write(room.ranges, self._batch)
+            target = self.into.device.slice(self.position, self._batch_bytes)
+            target.owner.write(target.ranges, self._batch)
             self._batch = None
         units = Units(header.first_unit, header.num_units, self._batch or NOTHING)
         self.num_bytes += self._batch_bytes
@@ -197,15 +181,9 @@ Open = Callable[[str, bytes, int], View]
 class FrameReader:
     """Reads frames in order and returns whole units, then the commit. One reader per transfer.
 
-    Args:
-        identity: must match every frame.
-        unit_bytes: size of a unit in the consumer's layout.
-        first_unit: first unit of the transfer.
-        end_unit: end of the transfer, from the consumer's request.
-        open_memory: opens memory that the producer exposes; None refuses it.
-        into: destination of all units; bytes are there before they are validated. If it reports
-            progress, units are returned without bytes; if not, none are returned, and the transfer
-            must deliver all units. If None, memory is allocated for each batch.
+    `identity` must match every frame. `open_memory` opens memory that the producer exposes; None
+    refuses it. Bytes are in `into` before they are validated. If it reports progress, units are
+    returned without bytes; if not, none are returned, and the transfer must deliver all units.
     """
 
     def __init__(
@@ -221,14 +199,7 @@ class FrameReader:
         self._identity = identity
         self._transfer_hash = identity.transfer_hash
         self._pod_hash = identity.pod_hash
-        self._assembler = UnitAssembler(
-            unit_bytes=unit_bytes,
-            first_unit=first_unit,
-            end_unit=end_unit,
-            into=into,
-            refuse=self._refuse,
-        )
-        self._end_unit = end_unit
+        self.assembler = UnitAssembler(unit_bytes, first_unit, end_unit, into, self._refuse)
         self._open_memory = open_memory
         self._memory: View | None = None
         self._sequence = 0
@@ -240,26 +211,6 @@ class FrameReader:
         self._in_place = False
         self._max_bytes = MAX_PAYLOAD_BYTES
         self.commit: Commit | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of complete units so far."""
-        return self._assembler.num_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all requested units."""
-        return self._assembler.total_bytes
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the reader puts all bytes into `into`: the caller stores none."""
-        return self._assembler.into is not None
-
-    @property
-    def reports_progress(self) -> bool:
-        """Whether units are returned as they arrive."""
-        return self._assembler.reports_progress
 
     @property
     def may_block(self) -> bool:
@@ -296,8 +247,8 @@ class FrameReader:
             raise self._refuse(Refusal.SIZE, f"a payload of {num_bytes} bytes")
         self._num_received = 0
         if self._in_place:
-            total = self._assembler.check_due(header, num_bytes, max_bytes=self._max_bytes)
-            return self._assembler.parts(total, num_bytes)
+            total = self.assembler.check_due(header, num_bytes, max_bytes=self._max_bytes)
+            return self.assembler.parts(total, num_bytes)
         self._payload = memoryview(bytearray(num_bytes))
         return [self._payload]
 
@@ -312,7 +263,7 @@ class FrameReader:
         return self._end(payload, self._num_received)
 
     def close(self) -> None:
-        """Close the producer's exposed memory, if it is open."""
+        """Close the producer's exposed memory if it is open."""
         if self._memory is not None:
             self._memory.close()
 
@@ -336,9 +287,9 @@ class FrameReader:
         match FrameKind(header.flags):
             case FrameKind.UNITS:
                 if not self._in_place:
-                    total = self._assembler.check_due(header, num_bytes, max_bytes=self._max_bytes)
-                    self._assembler.put(total, payload)
-                return self._assembler.add(header, num_bytes)
+                    total = self.assembler.check_due(header, num_bytes, max_bytes=self._max_bytes)
+                    self.assembler.put(total, payload)
+                return self.assembler.add(header, num_bytes)
             case FrameKind.COMMIT:
                 self._read_commit(payload)
             case FrameKind.OPEN:
@@ -353,7 +304,7 @@ class FrameReader:
         ours = self._identity
         if self._pod_hash is None:
             self._pod_hash = header.pod
-        for name, found, wanted, refusal in (
+        for name, value, expected, refusal in (
             ("magic", header.magic, MAGIC, Refusal.SIZE),
             ("version", header.version, VERSION, Refusal.SIZE),
             ("boot id", header.boot_id, ours.boot_id, Refusal.EPOCH),
@@ -363,7 +314,7 @@ class FrameReader:
             ("sequence", header.sequence, self._sequence, Refusal.SEQUENCE),
             ("length", header.num_bytes, num_bytes, Refusal.SIZE),
         ):
-            if found != wanted:
+            if value != expected:
                 raise self._refuse(refusal, f"the {name} differs")
         if header.fingerprint != ours.fingerprint:
             raise IncompatibleError(f"frame {self._sequence} has another layout than ours")
@@ -380,10 +331,9 @@ class FrameReader:
         if num_in_frame or header.num_bytes > MAX_OUT_OF_BAND_BYTES:
             what = f"{num_in_frame} of {header.num_bytes} bytes are in the frame"
             raise self._refuse(Refusal.MEMORY, what)
-        assembler, position = self._assembler, self._assembler.position
+        assembler, position = self.assembler, self.assembler.position
         total = assembler.check_due(header, header.num_bytes, max_bytes=MAX_OUT_OF_BAND_BYTES)
-        takes_device = MemoryKind.DEVICE in self._memory.accepts
-        destination = assembler.regions(total, header.num_bytes, takes_device=takes_device)
+        destination = assembler.regions(total, header.num_bytes, accepts=self._memory.accepts)
         self._fetched_digest = self._memory.read(position, destination, head=HEADER.pack(*header))
         self._in_place = True
         return header.num_bytes
@@ -393,37 +343,25 @@ class FrameReader:
             raise self._refuse(Refusal.SEQUENCE, "shared memory was not requested")
         if not 1 <= payload.nbytes <= MAX_OPENING_BYTES:
             raise self._refuse(Refusal.SIZE, f"an opening of {payload.nbytes} bytes")
-        length = 1 + payload[0]
-        name = bytes(payload[1:length]).decode(errors="replace")
-        total = self._assembler.total_bytes
-        self._memory = self._open_memory(name, bytes(payload[length:]), total)
+        end = 1 + payload[0]
+        name, opening = bytes(payload[1:end]).decode(errors="replace"), bytes(payload[end:])
+        self._memory = self._open_memory(name, opening, self.assembler.total_bytes)
 
     def _read_commit(self, payload: memoryview) -> None:
         if payload.nbytes != COMMIT.size:
             raise self._refuse(Refusal.COMMIT, "a commit of a wrong size")
-        fields: tuple[Any, ...] = COMMIT.unpack(payload)
-        num_units, num_tokens, token, num_frames, finish = fields
-        if (
-            num_frames != self._sequence - 1
-            or finish >= len(FINISH)
-            or not self._assembler.is_whole
-        ):
+        assembler, next_unit = self.assembler, self.assembler.next_unit
+        num_units, num_tokens, token, num_frames, finish = COMMIT.unpack(payload)
+        if num_frames != self._sequence - 1 or finish >= len(FINISH) or not assembler.is_whole:
             raise self._refuse(Refusal.COMMIT, "the commit does not fit the frames before it")
         reason = FINISH[finish]
-        if reason is not None and not self._assembler.reports_progress:
+        if reason is not None and not assembler.reports_progress:
             raise self._refuse(Refusal.COMMIT, f"it ends as {reason.value}, and all units are due")
-        next_unit = self._assembler.next_unit
-        if reason is None and (num_units != self._end_unit or next_unit != num_units):
-            raise self._refuse(
-                Refusal.COMMIT,
-                f"committed at unit {next_unit} of {num_units}, {self._end_unit} are due",
-            )
-        self.commit = Commit(
-            num_units=num_units,
-            num_tokens=num_tokens,
-            first_token_id=None if token == NO_TOKEN else token,
-            finish_reason=reason,
-        )
+        if reason is None and (num_units != assembler.end_unit or next_unit != num_units):
+            what = f"committed at unit {next_unit} of {num_units}, {assembler.end_unit} are due"
+            raise self._refuse(Refusal.COMMIT, what)
+        first_token_id = None if token == NO_TOKEN else token
+        self.commit = Commit(num_units, num_tokens, first_token_id, reason)
 
     def _refuse(self, refusal: Refusal, what: str) -> CorruptTransferError:
         return CorruptTransferError(f"frame {self._sequence}: {what}", refusal=refusal)

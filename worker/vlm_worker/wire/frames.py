@@ -30,8 +30,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from typing import NamedTuple
 
-import xxhash
-
 from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.buffers import (
@@ -43,6 +41,7 @@ from vlm_worker.wire.buffers import (
     Regions,
     address_of,
     allocate_buffer,
+    digest,
     host_views,
     split_views,
     stage,
@@ -93,8 +92,6 @@ class Header(NamedTuple):
 
 
 class FrameKind(enum.IntEnum):
-    """The kind of a frame, in the header's flags."""
-
     UNITS = 0
     COMMIT = 1
     WAIT = 2
@@ -160,7 +157,6 @@ class Frame(NamedTuple):
     payload: memoryview
 
     def joined(self) -> bytes:
-        """The frame as one message."""
         return b"".join(self)
 
 
@@ -214,8 +210,9 @@ class FrameWriter:
 
     def write(self, data: memoryview) -> Iterator[Frame]:
         """Frames of the next whole units; `data` is `[n, unit_bytes]`."""
-        for payload, num_units, offset in self._cut(data):
-            yield self._frame(payload, num_units=num_units, offset=offset)
+        flat = data.cast("B") if data.nbytes else data
+        for start, size, num_units, offset in self._cut(flat.nbytes):
+            yield self._frame(flat[start : start + size], num_units=num_units, offset=offset)
 
     def copy(self, live: LiveRegions, destination: memoryview) -> list[Frame]:
         """As `write`, for units that are first copied to `destination`, of equal size.
@@ -223,15 +220,15 @@ class FrameWriter:
         Raises:
             GoneError: from `live.check`; the writer is unchanged.
         """
-        cuts = list(self._cut(destination))
-        sources = split_views(host_views(live.regions), (payload.nbytes for payload, _, _ in cuts))
-        return self._checked(
-            live,
-            (
-                self._frame(payload, num_units=num_units, offset=offset, parts=parts)
-                for (payload, num_units, offset), parts in zip(cuts, sources, strict=True)
-            ),
+        cuts = list(self._cut(destination.nbytes))
+        sources = split_views(host_views(live.regions), (size for _, size, _, _ in cuts))
+        frames = (
+            self._frame(
+                destination[start : start + size], num_units=num_units, offset=offset, parts=parts
+            )
+            for (start, size, num_units, offset), parts in zip(cuts, sources, strict=True)
         )
+        return self._check(live, frames)
 
     def expose(self, live: LiveRegions) -> list[Frame]:
         """As `write`, for units in device memory that the consumer reads there: no copy.
@@ -240,32 +237,23 @@ class FrameWriter:
             GoneError: from `live.check`; the writer is unchanged.
         """
         assert isinstance(live.regions, DeviceRegions)
-        sizes = self._cut_sizes(live.regions.num_bytes)
-        return self._checked(
-            live,
-            (
-                self._frame(live.regions.slice(start, size), num_units=num_units, offset=offset)
-                for start, size, num_units, offset in sizes
-            ),
+        frames = (
+            self._frame(live.regions.slice(start, size), num_units=num_units, offset=offset)
+            for start, size, num_units, offset in self._cut(live.regions.num_bytes)
         )
+        return self._check(live, frames)
 
-    def _checked(self, live: LiveRegions, made: Iterator[Frame]) -> list[Frame]:
-        mark = self._position, self._next_unit, self._sequence
+    def _check(self, live: LiveRegions, frames: Iterator[Frame]) -> list[Frame]:
+        state = self._position, self._next_unit, self._sequence
         try:
-            frames = list(made)
+            built = list(frames)
             live.check()
         except GoneError:
-            self._position, self._next_unit, self._sequence = mark
+            self._position, self._next_unit, self._sequence = state
             raise
-        return frames
+        return built
 
-    def _cut(self, data: memoryview) -> Iterator[tuple[memoryview, int, int]]:
-        """Payloads, each with the number of units in its batch and its offset there."""
-        flat = data.cast("B") if data.nbytes else data
-        for start, size, num_units, offset in self._cut_sizes(flat.nbytes):
-            yield flat[start : start + size], num_units, offset
-
-    def _cut_sizes(self, num_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    def _cut(self, num_bytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Start and size of each payload, units in its batch, and its offset there."""
         assert num_bytes % self._unit_bytes == 0
         count, limit = units_per_frame(self._unit_bytes, max_bytes=self._max_bytes), self._max_bytes
@@ -276,25 +264,19 @@ class FrameWriter:
                 yield start + offset, size, batch_bytes // self._unit_bytes, offset
 
     def open(self, transport: str, opening: bytes) -> Frame:
-        """The first frame, if payloads are out of band."""
+        """The first frame if payloads are out of band."""
         name = transport.encode()
         payload = _OPEN.pack(len(name)) + name + opening
         return self._frame(memoryview(payload), num_units=0, offset=0, kind=FrameKind.OPEN)
 
     def wait(self) -> Frame:
-        """A keepalive frame: the producer has no unit yet."""
+        """A keepalive frame: no unit is ready."""
         return self._frame(memoryview(b""), num_units=0, offset=0, kind=FrameKind.WAIT)
 
     def commit(self, commit: Commit) -> Frame:
-        """The last frame."""
         token = NO_TOKEN if commit.first_token_id is None else commit.first_token_id
-        payload = COMMIT.pack(
-            commit.num_units,
-            commit.num_tokens,
-            token,
-            self._sequence,
-            FINISH.index(commit.finish_reason),
-        )
+        finish = FINISH.index(commit.finish_reason)
+        payload = COMMIT.pack(commit.num_units, commit.num_tokens, token, self._sequence, finish)
         return self._frame(memoryview(payload), num_units=0, offset=0, kind=FrameKind.COMMIT)
 
     def _frame(
@@ -343,16 +325,11 @@ class FrameWriter:
 
 
 class ChunkFramer:
-    """The units of one transfer for one consumer.
+    """The units of one transfer from `first_unit` on, for one consumer.
 
-    Args:
-        unit_bytes: of one unit; a chunk has as many as fit `chunk_bytes`, at least one, and also a
-            remainder of less than half of that.
-        first_unit: the first unit of the consumer.
-        chunk_bytes: see `chunk_bytes_of`.
-        buffer: `buffer(position, num_bytes)` is exposed memory in which to make a chunk, or None;
-            the first unit is at position 0.
-        opening: the first frame, if there is one.
+    A chunk has as many units as fit `chunk_bytes`, at least one, and also a remainder of less than
+    half of that. `buffer(position, num_bytes)` is exposed memory in which to make a chunk, or None;
+    the first unit is at position 0. `opening` is the first frame, if there is one.
 
     Attributes:
         next_unit: the first unit that is not in a frame yet.
@@ -376,8 +353,8 @@ class ChunkFramer:
         self.next_unit = first_unit
         self.gone: GoneError | None = None
         self.is_committed = False
+        self.writer = writer
         self._export = export
-        self._writer = writer
         self._first_unit = first_unit
         self._unit_bytes = unit_bytes
         self._batch = max(1, chunk_bytes // unit_bytes)
@@ -387,11 +364,7 @@ class ChunkFramer:
         self._own_buffer = memoryview(b"")
 
     def run(self, end_unit: int, commit: Commit | None) -> Iterator[Frame]:
-        """The frames up to a unit, and the commit if given; each is valid until the next one.
-
-        Raises:
-            CorruptTransferError: an export has another size than its units.
-        """
+        """The frames up to a unit, and the commit if given; each is valid until the next one."""
         if self._opening is not None:
             opening, self._opening = self._opening, None
             yield opening
@@ -404,7 +377,7 @@ class ChunkFramer:
             yield from frames
         if commit is not None:
             self.is_committed = True
-            yield self._writer.commit(commit)
+            yield self.writer.commit(commit)
 
     def run_all(self, commit: Commit) -> tuple[Frame, ...]:
         """All frames; if they are one chunk, its buffer is not reused. Thread-safe.
@@ -418,17 +391,15 @@ class ChunkFramer:
             raise self.gone
         return frames
 
-    def keepalive(self) -> Iterator[Frame]:
-        """A frame that says that no unit is ready."""
-        yield self._writer.wait()
-
     def _next_chunk(self, end_unit: int) -> Iterable[Frame]:
         remaining, max_units = end_unit - self.next_unit, self._batch * 3 // 2
         num_units = remaining if remaining <= max_units else self._batch
         num_bytes = num_units * self._unit_bytes
         position = (self.next_unit - self._first_unit) * self._unit_bytes
         exposed = None if self._buffer is None else self._buffer(position, num_bytes)
-        buffer = self._own(num_bytes) if exposed is None else exposed
+        if exposed is None and self._own_buffer.nbytes < num_bytes:
+            self._own_buffer = allocate_buffer(num_bytes)
+        buffer = self._own_buffer[:num_bytes] if exposed is None else exposed
         data = self._export(self.next_unit, num_units, buffer)
         if (data.nbytes if isinstance(data, memoryview) else data.regions.num_bytes) != num_bytes:
             raise CorruptTransferError("the export has another size than the layout")
@@ -441,20 +412,15 @@ class ChunkFramer:
     ) -> Iterable[Frame]:
         if isinstance(data, memoryview):
             if not is_exposed or address_of(data) == address_of(buffer):
-                return self._writer.write(data)
+                return self.writer.write(data)
             data = LiveRegions(HostRegions([data.cast("B")]), lambda: None)
         if isinstance(data.regions, HostRegions):
-            return self._writer.copy(data, buffer)
+            return self.writer.copy(data, buffer)
         if self.exposes_device:
-            return self._writer.expose(data)
+            return self.writer.expose(data)
         stage(data.regions, buffer)
         data.check()
-        return self._writer.write(buffer)
-
-    def _own(self, num_bytes: int) -> memoryview:
-        if self._own_buffer.nbytes < num_bytes:
-            self._own_buffer = allocate_buffer(num_bytes)
-        return self._own_buffer[:num_bytes]
+        return self.writer.write(buffer)
 
 
 def chunk_bytes_of(num_bytes: int, *, large: bool) -> int:
@@ -468,14 +434,6 @@ def chunk_bytes_of(num_bytes: int, *, large: bool) -> int:
     return min(EXPORT_BYTES, max(MAX_PAYLOAD_BYTES, num_bytes // NUM_CHUNKS))
 
 
-def digest(header: memoryview | bytes, payload: memoryview) -> bytes:
-    """XXH3-128 of both."""
-    state = xxhash.xxh3_128(header)
-    state.update(payload)
-    found: bytes = state.digest()
-    return found
-
-
 def _hash16(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
@@ -484,11 +442,6 @@ async def join_frames(batches: FrameBatches) -> AsyncGenerator[bytes]:
     """The frames of all batches, in order, one message each."""
     async with aclosing(batches):
         async for batch in batches:
-            frames = iter(batch)
-            while (frame := await asyncio.to_thread(_next_message, frames)) is not None:
-                yield frame
-
-
-def _next_message(batch: Iterator[Frame]) -> bytes | None:
-    frame = next(batch, None)
-    return None if frame is None else frame.joined()
+            messages = (frame.joined() for frame in batch)
+            while (message := await asyncio.to_thread(next, messages, None)) is not None:
+                yield message

@@ -59,8 +59,6 @@ class CancelOutcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CancelReply:
-    """The reply to a Cancel."""
-
     outcome: CancelOutcome
 
 
@@ -115,10 +113,8 @@ class Load:
 class Reply(Generic[E]):
     """One message of a stream.
 
-    Attributes:
-        event: its content.
-        spans: parts of the request's time, in seconds from the call's arrival at the worker.
-        clock: seconds from then until the worker wrote this message.
+    `spans` are parts of the request's time, in seconds from the call's arrival at the worker;
+    `clock` is the time from then until the worker wrote this message.
     """
 
     event: Annotated[E, an.OneOf()]
@@ -157,23 +153,17 @@ CANCEL_REPLY: Final = Codec(CancelReply, pb.CancelReply)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenewCall:
-    """The leases to renew, and the producer's incarnation."""
-
     transfer_ids: Annotated[tuple[str, ...], an.count(0, an.MAX_IDS), an.each(an.identifier())]
     boot_id: BootId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenewReply:
-    """The leases that are gone."""
-
     gone: Annotated[frozenset[str], an.count(0, an.MAX_IDS), an.each(an.identifier())]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReleaseCall:
-    """The lease to release, and the producer's incarnation."""
-
     transfer_id: Id
     boot_id: BootId
 
@@ -230,16 +220,12 @@ class EncodeCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes of image `item`."""
-
     item: int
     data: Annotated[bytes, an.max_bytes(MAX_CHUNK_BYTES)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ItemError:
-    """Why an image is not decoded."""
-
     code: Label
     message: Annotated[str, an.text(an.MAX_TEXT), an.Cut(an.MAX_TEXT)]
 
@@ -370,14 +356,10 @@ LOGPROBS: Final = Codec.by_hand(TokenLogprobs, decode=_decode_logprobs, encode=_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillCall:
-    """A prompt to compute.
+    """A prompt to compute; `sources` has the embedding of each of `request.items`.
 
-    Attributes:
-        request: the prompt and its parameters.
-        transfer_id: id of the KV transfer of this attempt.
-        sources: where to fetch the embedding of each of `request.items`.
-        handoff: hold the KV for a decode worker; if False, generate one token only.
-        last_resort: a draining worker accepts the call.
+    With `handoff`, its KV is held for a decode worker as `transfer_id`; without, one token is
+    generated. With `last_resort`, a draining worker accepts the call.
     """
 
     request: Annotated[Request, Flat()]

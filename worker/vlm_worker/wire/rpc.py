@@ -89,8 +89,6 @@ PACKAGE = "vlm.v1"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-    """One RPC with its serializers."""
-
     service: str
     name: str
     client_streaming: bool
@@ -102,39 +100,26 @@ class Method:
 
     @property
     def path(self) -> str:
-        """The path in the HTTP/2 header."""
         return f"/{PACKAGE}.{self.service}/{self.name}"
 
 
-def _methods() -> dict[str, Method]:
-    found = {}
-    for service_name, service in pb.DESCRIPTOR.services_by_name.items():
-        for method in service.methods:
-            request_to, request_from = _codec(method.input_type)
-            response_to, response_from = _codec(method.output_type)
-            found[method.name] = Method(
-                service=service_name,
-                name=method.name,
-                client_streaming=method.client_streaming,
-                server_streaming=method.server_streaming,
-                request_to_bytes=request_to,
-                request_from_bytes=request_from,
-                response_to_bytes=response_to,
-                response_from_bytes=response_from,
-            )
-    return found
-
-
-def _codec(descriptor: Any) -> tuple[Callable[[Any], bytes], Callable[[bytes], Any]]:
+def _serializers(descriptor: Any) -> tuple[Callable[[Any], bytes], Callable[[bytes], Any]]:
     if descriptor.name == pb.Frame.DESCRIPTOR.name:
-        return _same, _same
+        return bytes, bytes
     message: type[Message] = message_factory.GetMessageClass(descriptor)
     return message.SerializeToString, message.FromString
 
 
-def _same(data: bytes) -> bytes:
-    return data
-
-
-METHODS = _methods()
+METHODS = {
+    method.name: Method(
+        service,
+        method.name,
+        method.client_streaming,
+        method.server_streaming,
+        *_serializers(method.input_type),
+        *_serializers(method.output_type),
+    )
+    for service, descriptor in pb.DESCRIPTOR.services_by_name.items()
+    for method in descriptor.methods
+}
 """By name: names are unique across the services."""

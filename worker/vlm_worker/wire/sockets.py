@@ -36,18 +36,11 @@ _TCP_OPTIONS: Final = (
 
 
 def open_channel(address: str, timers: Timers) -> Any:
-    """A `grpc.aio.Channel` to a worker."""
     return grpc.aio.insecure_channel(address, options=channel_options(timers))
 
 
 def add_port(server: Any, address: str, port: int) -> int:
-    """Add a listening port to a `grpc.aio.Server`; returns the port.
-
-    gRPC creates its own socket.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
+    """Add a listening port to a `grpc.aio.Server`; returns the port. Raises OSError."""
     host = bindable(address)
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -60,11 +53,7 @@ def add_port(server: Any, address: str, port: int) -> int:
 
 
 def open_data_port(address: str, port: int) -> socket.socket:
-    """A non-blocking socket that listens for data connections.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
+    """A non-blocking socket that listens for data connections. Raises OSError."""
     try:
         listener = listen(address, port, backlog=_BACKLOG)
     except OSError as error:
@@ -74,11 +63,7 @@ def open_data_port(address: str, port: int) -> socket.socket:
 
 
 async def open_data_connection(host: str, port: int, timers: Timers) -> socket.socket:
-    """A data connection to a worker, as a blocking socket.
-
-    Raises:
-        OSError: the worker is not reachable.
-    """
+    """A data connection to a worker, as a blocking socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -117,11 +102,7 @@ def bindable(address: str) -> str:
 
 
 def listen(address: str, port: int, *, backlog: int = _HTTP_BACKLOG) -> socket.socket:
-    """A listening socket at `bindable(address)`.
-
-    Raises:
-        OSError: naming the address and the port.
-    """
+    """A listening socket at `bindable(address)`. Raises OSError with address and port."""
     host = bindable(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

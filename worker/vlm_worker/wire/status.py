@@ -80,7 +80,6 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
 def error_of(
     code: grpc.StatusCode, message: str, metadata: Iterable[tuple[str, Any]], *, peer: str = "peer"
 ) -> WorkerError:
-    """The error of a status that `peer` returned."""
     message = message[:_MAX_MESSAGE]
     fields = dict(metadata)
     kind = _BY_NAME.get(str(fields.get(_KIND, "")))
