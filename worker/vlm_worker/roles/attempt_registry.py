@@ -200,11 +200,10 @@ class AttemptRegistry:
         self._renewed_by_maker: Counter[str] = Counter()
 
     def open(self, key: RequestKey) -> AttemptHandle:
-        """The handle of a key, a new one if need be."""
-        handle = self.by_key.get(key)
-        if handle is None:
-            handle = self.by_key[key] = AttemptHandle(key, self)
-        return handle
+        """The handle of a key; a new one if there is none."""
+        if key not in self.by_key:
+            self.by_key[key] = AttemptHandle(key, self)
+        return self.by_key[key]
 
     @property
     def outstanding(self) -> dict[str, int]:
@@ -252,8 +251,8 @@ class AttemptRegistry:
         keys = [RequestKey(request_id, attempt)]
         if not attempt:
             keys = [key for key in self.by_key if key.request_id == request_id]
-        found = [await self.open(key).end(EndReason.CANCELLED) for key in keys]
-        return max(found, key=lambda outcome: outcome.value, default=CancelOutcome.NOT_FOUND)
+        outcomes = [await self.open(key).end(EndReason.CANCELLED) for key in keys]
+        return max(outcomes, key=lambda outcome: outcome.value, default=CancelOutcome.NOT_FOUND)
 
     def find(self, call: FetchCall, *, fingerprint: bytes) -> Producer:
         """The transfer that a consumer requests.
@@ -363,7 +362,6 @@ class AttemptRegistry:
         handle.drop(lease.id)
 
     def _transfers(self) -> list[tuple[Lease, Producer]]:
-        """All transfers and their leases."""
         return [
             (lease, producer)
             for handle in self.by_key.values()
@@ -402,7 +400,7 @@ class History:
         return len(self._past)
 
     def begin(self, name: str, key: RequestKey, *, now: float) -> bool:
-        """Record a call; False if this attempt made this call before."""
+        """Record a call; False if the attempt made it before."""
         past = self._recall(key, now=now)
         if name in past.calls:
             return False
@@ -411,9 +409,8 @@ class History:
 
     def forget(self, name: str, key: RequestKey) -> None:
         """Drop a call that was refused before it did anything: it may be repeated."""
-        past = self._past.get(key)
-        if past is not None:
-            past.calls.discard(name)
+        if key in self._past:
+            self._past[key].calls.discard(name)
 
     def cancel(self, key: RequestKey, *, now: float) -> None:
         """Reject all later calls of this attempt."""
@@ -425,7 +422,7 @@ class History:
         return past is not None and past.is_cancelled and now < past.at + REMEMBER_SECONDS
 
     def _recall(self, key: RequestKey, *, now: float) -> _Past:
-        """The entry of a key, renewed; a new one if need be."""
+        """The entry of a key, renewed; a new one if there is none."""
         while self._past:
             oldest = next(iter(self._past.values()))
             if oldest.at > now - REMEMBER_SECONDS and len(self._past) < MAX_REMEMBERED:

@@ -31,7 +31,6 @@ from vlm_worker.wire.messages import FetchCall
 
 logger = logging.getLogger(__name__)
 
-
 SUSPECT_SWEEPS: Final = 10
 UPLOADS: Final = 512 << 20
 IMAGES: Final = 1536 << 20
@@ -96,10 +95,9 @@ class RoleContext:
         self.on_transfer = on_transfer
         self._delays = dict(delays or {})
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._makers = ThreadPoolExecutor(1, thread_name_prefix="make-ahead")
+        self._frame_builder = ThreadPoolExecutor(1, thread_name_prefix="prebuild-frames")
 
     def start(self) -> None:
-        """Start sweeping leases."""
         self._supervisor.start(self._sweep, name="sweep leases", at_end=AtEnd.FAIL)
 
     async def close(self) -> None:
@@ -109,13 +107,13 @@ class RoleContext:
         await self.peers.close()
         self.attempts.close()
         self.transport.close()
-        self._makers.shutdown(wait=False)
+        self._frame_builder.shutdown(wait=False)
 
     @property
     def num_inflight(self) -> int:
         """Calls in flight and leases that a peer may still use; 0 is empty."""
-        held = self.attempts.outstanding
-        return held["calls"] + held["leases"] + len(self._tasks)
+        outstanding = self.attempts.outstanding
+        return outstanding["calls"] + outstanding["leases"] + len(self._tasks)
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -153,12 +151,15 @@ class RoleContext:
         self.run(handle.end(EndReason.GIVEN_UP))
 
     def refused(self, refusal: Refusal) -> None:
-        """Count a transfer that was rejected."""
         self.num_refused[refusal] += 1
 
-    def send(self, outgoing: Producer, call: FetchCall, *, large: bool = False) -> FrameBatches:
-        """The frames of a consumer's fetch; payloads out of band, if it has the same transport."""
-        return outgoing.frame_batches(
+    def fetch(self, call: FetchCall, *, fingerprint: bytes, large: bool) -> FrameBatches:
+        """The frames of a consumer's fetch; payloads out of band if it has the same transport.
+
+        Raises:
+            GoneError, IncompatibleError: see `AttemptRegistry.find`.
+        """
+        return self.attempts.find(call, fingerprint=fingerprint).frame_batches(
             call.key,
             first_unit=call.first_unit,
             transport=self.transport if call.transport == self.transport.name else None,
@@ -166,15 +167,14 @@ class RoleContext:
             large=large,
         )
 
-    def prebuild_frames(self, outgoing: Producer) -> None:
+    def prebuild_frames(self, producer: Producer) -> None:
         """Build the frames of finished units in the background, before a consumer asks."""
-        self.run(outgoing.prebuild_frames(self._makers, self.transport))
+        self.run(producer.prebuild_frames(self._frame_builder, self.transport))
 
     async def delay(self, stage: str) -> None:
         """Wait for the seconds of `--inject-delay-ms`."""
-        seconds = self._delays.get(stage)
-        if seconds:
-            await asyncio.sleep(seconds)
+        if stage in self._delays:
+            await asyncio.sleep(self._delays[stage])
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a task that outlives the caller; log its failure."""
@@ -222,7 +222,6 @@ class CallTimer:
         self.arrived = time.monotonic()
 
     def now(self) -> float:
-        """Seconds since the call arrived."""
         return time.monotonic() - self.arrived
 
     def span(self, stage: str, start: float, end: float | None = None, item: int = 0) -> StageSpan:

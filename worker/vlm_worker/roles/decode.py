@@ -144,9 +144,9 @@ class DecodeRole:
         context, key = self._context, call.request.key
         if not handle.take_over(call.reservation_id):
             raise GoneError(f"reservation {call.reservation_id} is not held here")
-        begun = timer.arrived + timer.now()
+        started = timer.arrived + timer.now()
         commit = await self._pull(call)
-        spans: tuple[StageSpan, ...] = (timer.span("kv_transfer", begun),)
+        spans: tuple[StageSpan, ...] = (timer.span("kv_transfer", started),)
         if commit.finish_reason is not None:
             await context.engine.cancel(key)
             yield ended_by_first_token(call, commit, spans, timer)
@@ -166,6 +166,7 @@ class DecodeRole:
         async with context.peers.hold(source) as peer:
             try:
                 received = await context.engine.receive(request, in_place=True)
+                memory = received.memory
                 transfer = peer.pull(
                     Fetch.KV,
                     source,
@@ -178,28 +179,26 @@ class DecodeRole:
                     first_unit=received.first_block,
                     end_unit=-(-len(request.token_ids) // self._layout.block_size),
                     into=None
-                    if received.memory is None
-                    else DestinationBuffers(received.memory, reports_progress=True),
+                    if memory is None
+                    else DestinationBuffers(memory, reports_progress=True),
                 )
-                begun = await self._land(
-                    request.key, transfer, in_place=received.memory is not None
-                )
+                started = await self._write(request.key, transfer, in_place=memory is not None)
             finally:
                 context.engine.return_blocks(request.key)  # the transfer ended: no thread writes
             await context.delay("kv_transfer")
-        num_tokens, due = transfer.commit.num_tokens, len(request.token_ids)
-        if num_tokens != due:
-            raise CorruptTransferError(f"KV of {num_tokens} tokens, the request has {due}")
-        context.on_transfer(TransferStats("kv", time.monotonic() - begun, transfer.num_bytes))
+        num_tokens, expected = transfer.commit.num_tokens, len(request.token_ids)
+        if num_tokens != expected:
+            raise CorruptTransferError(f"KV of {num_tokens} tokens, the request has {expected}")
+        context.on_transfer(TransferStats("kv", time.monotonic() - started, transfer.num_bytes))
         return transfer.commit
 
-    async def _land(self, key: RequestKey, transfer: Pull, *, in_place: bool) -> float:
+    async def _write(self, key: RequestKey, transfer: Pull, *, in_place: bool) -> float:
         """Confirm blocks that are in place to the engine, or pass it the bytes of the others.
 
         Returns:
             When the first ones arrived, by `time.monotonic`.
         """
-        engine, begun = self._context.engine, None
+        engine, started = self._context.engine, None
 
         async def write(units: Units) -> None:
             if in_place:
@@ -209,10 +208,10 @@ class DecodeRole:
 
         async with WriteWindow(write) as window, aclosing(transfer.units()) as received:
             async for units in received:
-                begun = begun or time.monotonic()
+                started = started or time.monotonic()
                 await window.put(units)
             await window.flush()
-        return begun or time.monotonic()
+        return started or time.monotonic()
 
 
 def ended_by_first_token(
@@ -235,4 +234,4 @@ async def answer_of(stream: EventStream[PrefillEvent]) -> AsyncGenerator[Tokens 
                 return
             case FailedEvent(error):
                 raise error
-    raise EngineError("the engine ended the answer without a last word")
+    raise EngineError("the engine ended the answer without its last event")

@@ -23,8 +23,7 @@ from vlm_worker.wire.buffers import DestinationBuffers, allocate_buffer
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.messages import PrefillCall
 
-_ATTEMPTS = 2
-_FOR_GOOD = frozenset({Refusal.EPOCH, Refusal.IDENTITY})
+_PERMANENT = frozenset({Refusal.EPOCH, Refusal.IDENTITY})
 """Bytes of another incarnation or request: this producer has no usable data, so do not retry."""
 
 
@@ -59,10 +58,8 @@ class EmbeddingFetcher:
             await self._stack.aclose()
 
     def need(self, items: Iterable[int]) -> None:
-        """Fetch these items and put them into the engine."""
         for item in items:
-            known = self._tasks.get(item)
-            if known is None or known.done():
+            if item not in self._tasks or self._tasks[item].done():
                 self._tasks[item] = asyncio.create_task(self._fetch(item))
 
     async def watch(self, stream: EventStream[PrefillEvent]) -> AsyncGenerator[PrefillEvent]:
@@ -97,7 +94,7 @@ class EmbeddingFetcher:
                 raise error
 
     async def _fetch(self, item: int) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         source = self._call.sources[item]
         await self._context.delay("embed_transfer")
         rows = (
@@ -106,30 +103,29 @@ class EmbeddingFetcher:
             else await self._remote(item, source)
         )
         # The engine answers after its current step, whose time belongs to prefill.
-        self._times[item] = (begun, time.monotonic())
+        self._times[item] = (started, time.monotonic())
         await self._context.engine.put_embedding(self._call.request.key, item, rows)
 
     async def _local(self, item: int, source: Source) -> memoryview:
         """Get an item from the encoder in this process, without frames."""
         request = self._call.request
         image = request.items[item]
-        outgoing = self._context.attempts.local(
+        producer = self._context.attempts.local(
             source.transfer_id, request.key.request_id, content=image.image_key
         )
-        return await outgoing.whole(image.num_tokens)
+        return await producer.whole(image.num_tokens)
 
     async def _remote(self, item: int, source: Source) -> memoryview:
         """Fetch an item over the wire; a corrupt transfer is retried once."""
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return await self._pull(item, source)
-            except CorruptTransferError as error:
-                if attempt == _ATTEMPTS or error.refusal in _FOR_GOOD:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            return await self._pull(item, source)
+        except CorruptTransferError as error:
+            if error.refusal in _PERMANENT:
+                raise
+        return await self._pull(item, source)
 
     async def _pull(self, item: int, source: Source) -> memoryview:
-        begun = time.monotonic()
+        started = time.monotonic()
         key = self._call.request.key
         layout = self._context.embed_layout
         image = self._call.request.items[item]
@@ -153,7 +149,7 @@ class EmbeddingFetcher:
                 async for _ in received:
                     pass
         self._context.on_transfer(
-            TransferStats("embed", time.monotonic() - begun, transfer.num_bytes)
+            TransferStats("embed", time.monotonic() - started, transfer.num_bytes)
         )
         return rows
 

@@ -64,15 +64,9 @@ class EncoderRole:
                 context.engine.unpin_cached(call.key)
 
     def fetch(self, call: FetchCall, *, large: bool) -> FrameBatches:
-        """The frames of one embedding, as soon as it is ready.
-
-        Raises:
-            GoneError, IncompatibleError: see `AttemptRegistry.find`.
-            Exception: the error of the encoding.
-        """
-        layout = self._context.embed_layout
-        outgoing = self._context.attempts.find(call, fingerprint=layout.fingerprint)
-        return self._context.send(outgoing, call, large=large)
+        """The frames of one embedding, as soon as it is ready. Raises the error of the encoding."""
+        fingerprint = self._context.embed_layout.fingerprint
+        return self._context.fetch(call, fingerprint=fingerprint, large=large)
 
     async def _encode(
         self,
@@ -87,21 +81,21 @@ class EncoderRole:
         Offers precede the announcement: a consumer may fetch before this call continues.
         """
         context = self._context
-        images = [one.result for one in prepared if isinstance(one.result, PreparedImage)]
+        images = [p.result for p in prepared if isinstance(p.result, PreparedImage)]
         transfers = [call.items[i].transfer_id for i in good]
         rows: dict[int, memoryview] = {}
         producers = [self._offer(handle, i, transfers[i], p, rows) for i, p in enumerate(images)]
-        num_left = len(good)
+        num_pending = len(good)
         # the time of sending Decoded is part of the queue time
         queued = max(image.done for image in prepared)
         try:
             with context.attempts.renew_while(transfers):
                 yield _decoded(prepared, timer)
                 await context.delay("encoder_queue")
-                asked = context.engine.encode(call.key, images, priority=call.priority)
-                async for event in asked:
+                events = context.engine.encode(call.key, images, priority=call.priority)
+                async for event in events:
                     index = event.item
-                    num_left -= 1
+                    num_pending -= 1
                     if not isinstance(event, EngineItemReady):
                         producers[index].fail(event.error)
                         yield Reply(_failed(good[index], event.error), (), timer.now())
@@ -113,12 +107,15 @@ class EncoderRole:
                     producers[index].finish(Commit(num_units=count, num_tokens=count))
                     if event.rows is not None:  # only a peer can consume it
                         context.prebuild_frames(producers[index])
-                    spans = _encode_spans(event, good[index], queued, timer)
+                    spans = (
+                        timer.span("encoder_queue", queued, event.started_at, item=good[index] + 1),
+                        timer.span("encode", event.started_at, item=good[index] + 1),
+                    )
                     ready = ItemReady(good[index], event.cache_hit, event.num_bytes)
                     yield Reply(ready, spans, timer.now())
         finally:
             # after the last image is announced, the caller may leave; then the leases decide
-            if num_left:
+            if num_pending:
                 context.give_up(handle)
             else:
                 self._release_expired(call.key, transfers)
@@ -153,7 +150,7 @@ class EncoderRole:
         identity = self._context.incarnation.transfer_id(
             handle.key, transfer_id, layout.fingerprint, content=image.image_key
         )
-        outgoing = Producer(
+        producer = Producer(
             identity,
             unit_bytes=layout.row_bytes,
             max_units=image.num_tokens,
@@ -162,41 +159,32 @@ class EncoderRole:
             timers=self._context.timers,
             copier=self._context.copier,
         )
-        handle.offer(transfer_id, outgoing, item=index)
-        return outgoing
+        handle.offer(transfer_id, producer, item=index)
+        return producer
 
 
 def _decoded(prepared: Sequence[DecodedUpload], timer: CallTimer) -> Reply[EncodeEvent]:
-    spans = (span for i, one in enumerate(prepared) for span in _media_spans(one, i, timer))
+    spans = (span for i, upload in enumerate(prepared) for span in _media_spans(upload, i, timer))
     return Reply(Decoded(tuple(map(_decoded_item, prepared))), tuple(spans), timer.now())
 
 
-def _media_spans(one: DecodedUpload, item: int, timer: CallTimer) -> tuple[StageSpan, ...]:
+def _media_spans(upload: DecodedUpload, item: int, timer: CallTimer) -> tuple[StageSpan, ...]:
     """Spans of upload and decoding, without the wait for memory held by other images."""
-    since, until = one.waited
+    since, until = upload.waited
     if until <= since:
-        return (timer.span("media", timer.arrived, one.done, item=item + 1),)
+        return (timer.span("media", timer.arrived, upload.done, item=item + 1),)
     return (
         timer.span("media", timer.arrived, since, item=item + 1),
         timer.span("encoder_queue", since, until, item=item + 1),
-        timer.span("media", until, one.done, item=item + 1),
+        timer.span("media", until, upload.done, item=item + 1),
     )
 
 
-def _decoded_item(one: DecodedUpload) -> DecodedItem:
-    image = one.result
+def _decoded_item(upload: DecodedUpload) -> DecodedItem:
+    image = upload.result
     if isinstance(image, PreparedImage):
         return DecodedItem(image.num_tokens, image.grid_thw, image.image_key)
     return DecodedItem(0, (0, 0, 0), b"", ItemError(image.code or "", str(image)))
-
-
-def _encode_spans(
-    event: EngineItemReady, item: int, queued: float, timer: CallTimer
-) -> tuple[StageSpan, ...]:
-    return (
-        timer.span("encoder_queue", queued, event.started_at, item=item + 1),
-        timer.span("encode", event.started_at, item=item + 1),
-    )
 
 
 def _failed(item: int, error: Exception) -> ItemFailed:

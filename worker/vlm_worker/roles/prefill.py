@@ -45,8 +45,6 @@ from vlm_worker.wire.messages import (
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """The events of one prefill so far."""
-
     submitted: float
     scheduled: float | None = None
     token: TokenEvent | None = None
@@ -75,7 +73,7 @@ class PrefillRole:
         with context.call("Prefill", key, last_resort=call.last_resort) as handle:
             for source in call.sources:
                 check_fingerprint(source.fingerprint, context.embed_layout.fingerprint)
-            outgoing = self._offer(call, handle)
+            producer = self._offer(call, handle)
             finished = False
             try:
                 async with EmbeddingFetcher(context, call) as embeddings:
@@ -83,9 +81,8 @@ class PrefillRole:
                     await context.delay("prefill_queue")
                     stream = self._submit(call)
                     yield Reply(self._accepted(call), (), timer.now())
-                    progress = await self._compute(
-                        call, stream, embeddings, outgoing, submitted=queued
-                    )
+                    progress = _Progress(submitted=queued)
+                    await self._compute(call, stream, embeddings, producer, progress)
                     spans = (*embeddings.spans(timer), *_spans(progress, timer))
                 # from now on the lease decides when the KV is freed, not the caller
                 finished = True
@@ -99,31 +96,23 @@ class PrefillRole:
                     context.give_up(handle)
 
     def fetch(self, call: FetchCall, *, large: bool) -> FrameBatches:
-        """The frames of a prompt's KV, as blocks are written.
-
-        Raises:
-            GoneError, IncompatibleError: see `AttemptRegistry.find`.
-        """
-        outgoing = self._context.attempts.find(call, fingerprint=self._layout.fingerprint)
-        return self._context.send(outgoing, call, large=large)
+        """The frames of a prompt's KV, as blocks are written."""
+        return self._context.fetch(call, fingerprint=self._layout.fingerprint, large=large)
 
     def _submit(self, call: PrefillCall) -> EventStream[PrefillEvent]:
         request = call.request
         if not call.handoff:
-            one = request.num_delivered_tokens + 1
-            sampling = dataclasses.replace(request.sampling, max_tokens=one)
+            max_tokens = request.num_delivered_tokens + 1
+            sampling = dataclasses.replace(request.sampling, max_tokens=max_tokens)
             request = dataclasses.replace(request, sampling=sampling)
         return self._context.engine.submit_prefill(request, for_peer=call.handoff)
 
     def _offer(self, call: PrefillCall, handle: AttemptHandle) -> Producer:
         key = call.request.key
         identity = self._context.incarnation.transfer_id(
-            key,
-            call.transfer_id,
-            self._layout.fingerprint,
-            content=content_of(call.request),
+            key, call.transfer_id, self._layout.fingerprint, content=content_of(call.request)
         )
-        outgoing = Producer(
+        producer = Producer(
             identity,
             unit_bytes=self._layout.block_bytes,
             max_units=-(-len(call.request.token_ids) // self._layout.block_size),
@@ -133,8 +122,8 @@ class PrefillRole:
             copier=self._context.copier,
         )
         if call.handoff:
-            handle.offer(call.transfer_id, outgoing)
-        return outgoing
+            handle.offer(call.transfer_id, producer)
+        return producer
 
     def _accepted(self, call: PrefillCall) -> Accepted:
         return Accepted(
@@ -149,12 +138,10 @@ class PrefillRole:
         call: PrefillCall,
         stream: EventStream[PrefillEvent],
         embeddings: EmbeddingFetcher,
-        outgoing: Producer,
-        *,
-        submitted: float,
-    ) -> _Progress:
+        producer: Producer,
+        progress: _Progress,
+    ) -> None:
         """Follow the engine to the first token, or to the end if that token ends the answer."""
-        progress = _Progress(submitted)
         async with aclosing(embeddings.watch(stream)) as events:
             async for event in events:
                 match event:
@@ -163,7 +150,7 @@ class PrefillRole:
                     case ScheduledEvent(at):
                         progress.scheduled = progress.scheduled or at
                     case BlocksReady(num_blocks):
-                        outgoing.advance(num_blocks)
+                        producer.advance(num_blocks)
                     case TokenEvent():
                         await self._context.delay("prefill")
                         progress.token = event
@@ -171,20 +158,13 @@ class PrefillRole:
                     case FinishedEvent(reason):
                         progress.finish = reason
                     case FailedEvent(error):
-                        outgoing.fail(error)
+                        producer.fail(error)
                         raise error
         if progress.token is None:
             raise EngineError("the engine ended the prompt without a token")
         num_tokens = len(call.request.token_ids)
-        outgoing.finish(
-            Commit(
-                num_units=-(-num_tokens // self._layout.block_size),
-                num_tokens=num_tokens,
-                first_token_id=progress.token.token_id,
-                finish_reason=progress.finish,
-            )
-        )
-        return progress
+        num_units = -(-num_tokens // self._layout.block_size)
+        producer.finish(Commit(num_units, num_tokens, progress.token.token_id, progress.finish))
 
 
 def _first_token(progress: _Progress) -> FirstToken:

@@ -43,7 +43,7 @@ class RequestMemory:
         self.uploads = UploadMemory(budget.uploads)
         self.images = ImageMemory(budget.images, max_waiting=max_waiting)
         self.num_early_refusals = 0
-        self._turns: dict[Claim, asyncio.Future[None]] = {}
+        self._waiters: dict[Claim, asyncio.Event] = {}
 
     @property
     def used(self) -> Mapping[MemoryKind, int]:
@@ -70,11 +70,11 @@ class RequestMemory:
 
     def check_embeddings(self, stats: EngineStats, num_bytes: int) -> None:
         """Raise OverloadedError if embeddings that peers have not fetched leave no memory."""
-        held, most = stats.held_embedding_bytes, stats.max_held_embedding_bytes
-        if not fits(held, num_bytes, maximum=most):
+        held, maximum = stats.held_embedding_bytes, stats.max_held_embedding_bytes
+        if not fits(held, num_bytes, maximum=maximum):
             self.num_early_refusals += 1
             raise OverloadedError(
-                f"embeddings of {held} bytes are queued or held for peers, {most} may be",
+                f"embeddings of {held} bytes are queued or held for peers, {maximum} may be",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
 
@@ -89,12 +89,12 @@ class RequestMemory:
                 f"{self.images.num_waiting} images wait for memory already",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        turn = self._turns[claim] = asyncio.get_running_loop().create_future()
+        granted = self._waiters[claim] = asyncio.Event()
         self.grant()
         try:
-            await turn
+            await granted.wait()
         except asyncio.CancelledError:
-            if self._turns.pop(claim, None) is None:  # granted, but the waiter is gone
+            if self._waiters.pop(claim, None) is None:  # granted, but the waiter is gone
                 self.images.release(claim)
             else:
                 self.images.give_up(claim)
@@ -104,14 +104,10 @@ class RequestMemory:
     def grant(self) -> None:
         """Wake all waiters whose claim is granted. Called after every change."""
         for claim in self.images.granted():
-            turn = self._turns.pop(claim)
-            if not turn.done():
-                turn.set_result(None)
+            self._waiters.pop(claim).set()
 
 
 class CallMemory:
-    """The memory that one call holds."""
-
     def __init__(self, memory: RequestMemory, tenant: bytes) -> None:
         self._memory = memory
         self._tenant = tenant
@@ -140,7 +136,7 @@ class CallMemory:
                 "--request-memory-bytes"
             )
         if not uploads.has_capacity(num_bytes):
-            raise self._no_room()
+            raise self._overloaded()
 
     def received(self, num_bytes: int) -> None:
         """Count a part of a file.
@@ -149,11 +145,10 @@ class CallMemory:
             OverloadedError: the files of other calls leave too little memory.
         """
         if not self._memory.uploads.take(num_bytes):
-            raise self._no_room()
+            raise self._overloaded()
         self._num_uploaded += num_bytes
 
     def forget_file(self, num_bytes: int) -> None:
-        """Free the memory of a file that is no longer needed."""
         self._num_uploaded -= num_bytes
         self._memory.uploads.release(num_bytes)
 
@@ -175,11 +170,11 @@ class CallMemory:
         self._claim = claim
 
     @property
-    def most(self) -> int:
+    def max_image_bytes(self) -> int:
         """Maximum bytes of images that one call may hold."""
         return self._memory.images.largest
 
-    def _no_room(self) -> OverloadedError:
+    def _overloaded(self) -> OverloadedError:
         uploads = self._memory.uploads
         return OverloadedError(
             f"{uploads.used} of {uploads.capacity} bytes are taken by files of images",
@@ -187,7 +182,7 @@ class CallMemory:
         )
 
     def _new_claim(self, num_bytes: int) -> Claim:
-        largest = self.most
+        largest = self.max_image_bytes
         if num_bytes > largest:
             raise InvalidRequestError(
                 f"the images of this request take {num_bytes} bytes when decoded, and this worker "
@@ -197,7 +192,6 @@ class CallMemory:
         return self._memory.images.claim(num_bytes, tenant=self._tenant)
 
     def close(self) -> None:
-        """Free everything; idempotent."""
         self._memory.uploads.release(self._num_uploaded)
         self._num_uploaded = 0
         claim, self._claim = self._claim, None
