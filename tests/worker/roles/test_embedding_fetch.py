@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 
 import pytest
 from worker.server.pairs import IMAGES, TENTH, about, encoding, until
 from worker.server.serving import serving
 
+from vlm_worker.errors import IncompatibleError
 from vlm_worker.roles.embedding_fetch import EmbeddingFetcher
 from vlm_worker.testing import assert_idle
 from vlm_worker.wire.messages import PrefillCall
@@ -36,6 +38,21 @@ async def test_a_call_that_is_cancelled_twice_releases_its_leases(num_turns: int
             await fetching
         await until(lambda: prefill.components.context.peers.num_held == 0)
         encoder.runner.gate.set()
+        await encode
+        await assert_idle(prefill.server)
+        await assert_idle(encoder.server)
+
+
+async def test_a_prompt_with_a_refused_source_holds_no_lease() -> None:
+    async with serving("encoder", TENTH) as encoder, serving("prefill", TENTH) as prefill:
+        source, encode = encoding(encoder, IMAGES[0])
+        await until(lambda: len(encoder.components.context.attempts.leases))
+        refused = dataclasses.replace(source, address="224.0.0.1:1", transfer_id="t-2")
+        call = PrefillCall(about(IMAGES[:1]), "t-1", (source, refused))
+        with pytest.raises(IncompatibleError) as error:  # keeps the frames, and what they refer to
+            await fetch(EmbeddingFetcher(prefill.components.context, call))
+        assert prefill.components.context.peers.num_held == 0
+        assert "224.0.0.1" in str(error.value)
         await encode
         await assert_idle(prefill.server)
         await assert_idle(encoder.server)

@@ -39,11 +39,16 @@ class EmbeddingFetcher:
 
     async def __aenter__(self) -> Self:
         """Hold the leases of all items."""
-        for source in self._call.sources:
-            if source.boot_id == self._context.incarnation.boot_id:
-                self._stack.enter_context(self._context.attempts.renew_while([source.transfer_id]))
-            else:
-                await self._stack.enter_async_context(self._context.peers.hold(source))
+        context = self._context
+        try:
+            for source in self._call.sources:
+                if source.boot_id == context.incarnation.boot_id:
+                    self._stack.enter_context(context.attempts.renew_while([source.transfer_id]))
+                else:
+                    await self._stack.enter_async_context(context.peers.hold(source))
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
