@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import media
 import numpy as np
@@ -27,7 +27,6 @@ sys.path.insert(0, str(media.ROOT / "kernels"))
 
 from vlm_kernels.cpu import libraries
 from vlm_worker.core.image_geometry import DynamicProcessor, Geometry
-from vlm_worker.media.decode_child import Tools
 from vlm_worker.media.image_header import ImageHeader, read_header
 from vlm_worker.media.patches import PatchExtractor, make_patches
 from vlm_worker.media.pixels import Canvas, decode_rgb
@@ -36,6 +35,13 @@ from vlm_worker.media.resize import Resizer
 SIDE = 448
 ROUNDS = 9
 GOAL, GOAL_DIFFERENCE = 0.35, 1e-3
+
+
+class Tools(NamedTuple):
+    """What a decode child reuses for every image."""
+
+    resizer: Resizer
+    canvas: Canvas
 
 
 def main() -> None:

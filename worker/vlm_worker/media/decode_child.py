@@ -61,11 +61,7 @@ def main() -> None:
 
 
 def _run(
-    request: DecodeRequest,
-    data: bytearray,
-    config: ChildConfig,
-    resizer: Resizer,
-    canvas: Canvas,
+    request: DecodeRequest, data: bytearray, config: ChildConfig, resizer: Resizer, canvas: Canvas
 ) -> tuple[DecodeResult, memoryview]:
     try:
         return _prepare(request, data, config, resizer, canvas)
@@ -78,11 +74,7 @@ def _run(
 
 
 def _prepare(
-    request: DecodeRequest,
-    data: bytearray,
-    config: ChildConfig,
-    resizer: Resizer,
-    canvas: Canvas,
+    request: DecodeRequest, data: bytearray, config: ChildConfig, resizer: Resizer, canvas: Canvas
 ) -> tuple[DecodeResult, memoryview]:
     start = time.perf_counter_ns()
     processor = config.processor.capped(request.max_pixels)

@@ -376,8 +376,7 @@ def _format(view: memoryview, mime_type: str | None) -> str:
             )
         if stated != file_format:
             raise MalformedError(
-                f"the media type says {stated}, the content is {file_format}",
-                "image_type_mismatch",
+                f"the media type says {stated}, the content is {file_format}", "image_type_mismatch"
             )
     return file_format
 

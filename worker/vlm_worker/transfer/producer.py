@@ -116,10 +116,6 @@ class Producer:
         self._changed = asyncio.Event()
 
     @property
-    def request_id(self) -> str:
-        return self._identity.key.request_id
-
-    @property
     def content(self) -> bytes:
         """The identity of its data; see `TransferId`."""
         return self._identity.content

@@ -34,12 +34,7 @@ _MIN_NATIVE_BYTES: Final = 241
 """Minimum bytes of head and parts for the native function."""
 _MOVE: Final = struct.Struct("=QQq")
 _FUNCTION: Final = ctypes.CFUNCTYPE(
-    None,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.c_char_p,
+    None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_char_p
 )
 
 Memory = Sequence[memoryview]
