@@ -119,15 +119,6 @@ class MediaSettings:
     scaled_jpeg: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class KnownImage:
-    """An image that was prepared before: the identity of its embedding."""
-
-    image_key: bytes
-    grid_thw: tuple[int, int, int]
-    num_tokens: int
-
-
 def decoders_bytes(processor: Processor, *, num_children: int) -> int:
     """Memory of all decode processes: all except one may decode a large image at once."""
     large = DECODE_MEMORY_BYTES + processor.work_bytes
@@ -181,7 +172,7 @@ class MediaPool:
         self._processes = DecodeProcessPool(self._config, num_places=self._settings.num_children)
         self._running: set[asyncio.Task[Any]] = set()
         self._dropped: set[asyncio.Task[Any]] = set()
-        self._aliases: collections.OrderedDict[bytes, KnownImage] = collections.OrderedDict()
+        self._aliases: collections.OrderedDict[bytes, PreparedImage] = collections.OrderedDict()
         self._num_waiting = 0
         self._waiting_pixels = 0
         self._seconds_per_image = 0.02
@@ -212,10 +203,10 @@ class MediaPool:
     def pids(self) -> frozenset[int]:
         return frozenset(child.pid for child in self._processes.alive)
 
-    async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
-        """The image that the same file gave before, under the same parameters and salt.
+    async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage | None:
+        """The image that the same file gave before, without its patches. Decodes nothing.
 
-        Decodes nothing. Returns None if the file is new, or if `spec` has another number of tokens.
+        Returns None if the file is new, or has another number of tokens, parameters or salt.
         """
         if len(data) > HASH_INLINE_BYTES:
             digest = await asyncio.to_thread(_digest, data)
@@ -262,9 +253,7 @@ class MediaPool:
                 self._observer.image_refused(error.code or "invalid_image")
             raise
         alias = _alias(digest, spec)
-        self._aliases[alias] = KnownImage(
-            prepared.image_key, prepared.grid_thw, prepared.num_tokens
-        )
+        self._aliases[alias] = dataclasses.replace(prepared, patches=memoryview(b""))
         self._aliases.move_to_end(alias)
         if len(self._aliases) > self._settings.max_aliases:
             self._aliases.popitem(last=False)

@@ -75,7 +75,9 @@ class EmbeddingFetcher:
                 following = following or asyncio.create_task(_next(stream))
                 running = {task for task in self._tasks.values() if not task.done()}
                 await asyncio.wait({following, *running}, return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failed()
+                for task in self._tasks.values():
+                    if task.done() and not task.cancelled() and (error := task.exception()):
+                        raise error
                 if following.done():
                     event = following.result()
                     following = None
@@ -92,11 +94,6 @@ class EmbeddingFetcher:
             timer.span("embed_transfer", start, end, item=item + 1)
             for item, (start, end) in sorted(self._times.items())
         )
-
-    def _raise_failed(self) -> None:
-        for task in self._tasks.values():
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                raise error
 
     async def _fetch(self, item: int) -> None:
         started = time.monotonic()

@@ -17,7 +17,7 @@ from vlm_worker.roles.attempt_registry import AttemptHandle
 from vlm_worker.roles.context import CallTimer, RoleContext
 from vlm_worker.roles.uploads import Chunk, DecodedUpload, Media, Uploads
 from vlm_worker.transfer.producer import Producer
-from vlm_worker.types import PreparedImage, RequestKey, StageSpan
+from vlm_worker.types import PreparedImage, StageSpan
 from vlm_worker.wire.frames import Commit, FrameBatches
 from vlm_worker.wire.messages import (
     Decoded,
@@ -117,14 +117,10 @@ class EncoderRole:
             # after the last image is announced, the caller may leave; then the leases decide
             if num_pending:
                 context.give_up(handle)
-            else:
-                self._release_expired(call.key, transfers)
-
-    def _release_expired(self, key: RequestKey, transfers: Sequence[str]) -> None:
-        """Free the items whose lease ended before the engine pinned them; no sweep frees them."""
-        for index, transfer_id in enumerate(transfers):
-            if not self._context.attempts.holds(transfer_id):
-                self._context.engine.release_embedding(key, index)
+            else:  # no sweep frees the items whose lease ended before the engine pinned them
+                for index, transfer_id in enumerate(transfers):
+                    if not context.attempts.holds(transfer_id):
+                        context.engine.release_embedding(call.key, index)
 
     def _offer(
         self,

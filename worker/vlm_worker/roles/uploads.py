@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from vlm_worker.errors import InvalidImageError, InvalidRequestError, PeerLostError
-from vlm_worker.media.pool import ImageSpec, KnownImage
+from vlm_worker.media.pool import ImageSpec
 from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.request_memory import CallMemory
 from vlm_worker.types import PreparedImage, RequestKey
@@ -27,8 +27,8 @@ Chunk = tuple[int, bytes]
 class Media(Protocol):
     """The interface to the decoder: `media.pool.MediaPool`."""
 
-    async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
-        """The image that the same file gave before; decodes nothing."""
+    async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage | None:
+        """The image that the same file gave before, without its patches; decodes nothing."""
 
     async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
         """Decode and preprocess one image, or raise InvalidImageError."""
@@ -149,9 +149,8 @@ class Uploads:
         known = await self._media.known_key(data, spec)
         if known is None:
             return None
-        if not await self._context.engine.pin_cached(key, known.image_key, known.num_tokens):
-            return None
-        return PreparedImage(known.image_key, known.grid_thw, known.num_tokens, memoryview(b""))
+        pin_cached = self._context.engine.pin_cached
+        return known if await pin_cached(key, known.image_key, known.num_tokens) else None
 
     async def _files(
         self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory

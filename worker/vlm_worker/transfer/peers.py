@@ -210,12 +210,11 @@ class Peers:
                 for boot_id in {boot_id for boot_id, _ in peer.held}:
                     held = [transfer for boot, transfer in peer.held if boot == boot_id]
                     for start in range(0, len(held), MAX_IDS):
-                        batch = held[start : start + MAX_IDS]
-                        await self._renew_incarnation(peer, boot_id, batch)
+                        await self._renew_batch(peer, boot_id, held[start : start + MAX_IDS])
         finally:
             peer.renewing = None
 
-    async def _renew_incarnation(self, peer: Peer, boot_id: bytes, held: list[str]) -> None:
+    async def _renew_batch(self, peer: Peer, boot_id: bytes, held: list[str]) -> None:
         client = peer.client
         try:
             await peer.meet(boot_id)
