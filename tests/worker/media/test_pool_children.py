@@ -147,5 +147,5 @@ async def test_children_end_with_their_worker() -> None:
     config = ChildConfig(FAMILY.processor, "r", memory_bytes=1 << 29, cpu_seconds=2)
     child = await DecodeChild.start(config)
     child._channel.close()
-    await until(lambda: not child.alive)
+    await until(lambda: child._process.poll() is not None)
     child.close()

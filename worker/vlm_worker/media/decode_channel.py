@@ -166,10 +166,6 @@ class DecodeChild:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     @classmethod
     async def start(cls, config: ChildConfig) -> Self:
         """Start a process and wait until it is ready; raises EngineError if it fails."""

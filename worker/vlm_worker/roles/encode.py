@@ -8,6 +8,7 @@ chunks ─▶ media pool ─▶ Decoded ─▶ engine.encode ─▶ Ready, Ready
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
@@ -15,6 +16,7 @@ from vlm_worker.engine.events import ItemReady as EngineItemReady
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.roles.attempt_registry import AttemptHandle
 from vlm_worker.roles.context import CallTimer, RoleContext
+from vlm_worker.roles.request_memory import CallMemory
 from vlm_worker.roles.uploads import Chunk, DecodedUpload, Media, Uploads
 from vlm_worker.transfer.producer import Producer
 from vlm_worker.types import PreparedImage, StageSpan
@@ -50,7 +52,8 @@ class EncoderRole:
         """
         context = self._context
         tracked = context.call("Encode", call.key, last_resort=call.last_resort)
-        with tracked as handle, context.memory.call(call.cache_salt) as memory:
+        call_memory = contextlib.closing(CallMemory(context.memory, call.cache_salt))
+        with tracked as handle, call_memory as memory:
             try:
                 prepared = await self._uploads.prepare(call, chunks, memory)
                 good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]

@@ -1,6 +1,6 @@
 """The memory of one Encode call, from its first byte to its last embedding. On one event loop.
 
-with memory.call(tenant) as call:
+with contextlib.closing(CallMemory(memory, tenant)) as call:
     call.received(n)                 count bytes, or OverloadedError
     await call.claim_images(n, ...)  wait for the memory of all images, or OverloadedError
     call.forget_file(n)              a file is decoded
@@ -10,8 +10,7 @@ with memory.call(tenant) as call:
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from vlm_worker.core.limits import fits
@@ -58,15 +57,6 @@ class RequestMemory:
             MemoryKind.IMAGES: self.images.num_refused,
             MemoryKind.EMBEDDINGS: self.num_early_refusals,
         }
-
-    @contextlib.contextmanager
-    def call(self, tenant: bytes) -> Iterator[CallMemory]:
-        """The memory of one call; the end of the context frees all of it."""
-        call = CallMemory(self, tenant)
-        try:
-            yield call
-        finally:
-            call.close()
 
     def check_embeddings(self, stats: EngineStats, num_bytes: int) -> None:
         """Raise OverloadedError if embeddings that peers have not fetched leave no memory."""

@@ -265,8 +265,7 @@ class DestinationBuffers:
 
 def allocate_buffer(num_bytes: int) -> memoryview:
     """Uninitialised memory; its pages are allocated when they are written."""
-    buffer: memoryview = np.empty(num_bytes, np.uint8).data
-    return buffer
+    return np.empty(num_bytes, np.uint8).data
 
 
 def private_memory(num_bytes: int, *, huge: bool = False) -> mmap.mmap:
