@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -22,12 +21,12 @@ from vlm_local.pki import Authority
 from .cgroups import Cgroups
 from .command import Facts, Images
 from .container import Backoff
-from .events import Recorder
 from .kubelet_api import KubeletApi, server_context
 from .node import Node, Runner
 from .nodes import NodeType
 from .pod import Pod
 from .process import no_identities
+from .runs import Machine
 from .script import ScriptedPod
 
 logger = logging.getLogger(__name__)
@@ -45,14 +44,12 @@ class AgentConfig:
     """The configuration of an agent, passed to its process as JSON.
 
     Attributes:
-        server: The API server's URL.
-        version: Kubernetes' version, shown as the nodes' own.
-        pki: The folder of the cluster's CA.
-        folder: Folder for the files of pods. The caller that made it removes it.
-        node_types: Nodes to register.
-        images: The command of each image name.
-        environment: Environment of every container, such as PATH.
-        backoff: Pauses between restarts.
+        server: URL of the API server.
+        version: version of Kubernetes, which the nodes report as their own.
+        pki: folder of the cluster's CA.
+        folder: folder for the files of pods. The caller removes it.
+        images: command of each image name.
+        environment: environment of every container.
     """
 
     server: str
@@ -65,13 +62,11 @@ class AgentConfig:
     backoff: Backoff
 
     def write(self, path: Path) -> Path:
-        """Write it for the agent's process to read."""
         path.write_text(json.dumps(dataclasses.asdict(self), default=str))
         return path
 
     @classmethod
     def read(cls, path: Path) -> "AgentConfig":
-        """Read what `write` wrote."""
         fields = json.loads(path.read_text())
         types = [
             NodeType(**{**one, "taints": tuple(one["taints"])}) for one in fields["node_types"]
@@ -90,11 +85,10 @@ class Agent:
         self._cgroups = Cgroups()
         self._no_identities = no_identities()
         self._nodes: list[Node] = []
-        self._recorders: dict[str, Recorder] = {}
-        self._http: aiohttp.ClientSession | None = None
+        self._machine: Machine | None = None
 
     async def run(self) -> None:
-        """Register the nodes and run what is bound to them, until cancelled."""
+        """Register the nodes and run the pods that are bound to them, until cancelled."""
         if self._cgroups.problem:
             logger.warning(self._cgroups.problem)
         logger.info(SHARED_NETWORK)
@@ -102,7 +96,15 @@ class Agent:
             logger.warning("containers run as root: %s", self._no_identities)
         try:
             async with AsyncExitStack() as stack:
-                self._http = await stack.enter_async_context(aiohttp.ClientSession())
+                self._machine = Machine(
+                    images=self._config.images,
+                    environment=self._config.environment,
+                    backoff=self._config.backoff,
+                    folder=self._config.folder,
+                    cgroups=self._cgroups,
+                    identities=not self._no_identities,
+                    http=await stack.enter_async_context(aiohttp.ClientSession()),
+                )
                 await self._serve(stack)
                 async with asyncio.TaskGroup() as group:
                     for node in self._nodes:
@@ -111,7 +113,7 @@ class Agent:
             self._cgroups.close()
 
     async def _serve(self, stack: AsyncExitStack) -> None:
-        """Make the nodes and open their kubelet endpoints."""
+        """Create the nodes and open their kubelet endpoints."""
         authority = Authority(self._config.pki, self._config.environment)
         wanted = [(kind, name) for kind in self._config.node_types for name in kind.nodes]
         real = [index for index, (kind, _) in enumerate(wanted) if not kind.status_only]
@@ -123,7 +125,16 @@ class Agent:
         await stack.enter_async_context(api.serve(sockets, server_context(authority, pair)))
         for index, (node_type, name) in enumerate(wanted):
             client = await stack.enter_async_context(self._client(authority, name))
-            self._nodes.append(self._node(node_type, name, client, self._addresses.node(index)))
+            node = Node(
+                name,
+                node_type,
+                client=client,
+                address=self._addresses.node(index),
+                port=KUBELET_PORT,
+                version=self._config.version,
+                make_runner=self._make_runner,
+            )
+            self._nodes.append(node)
 
     def _client(self, authority: Authority, node: str) -> Client:
         """Return a client with the node's own identity, which may read only what its pods need."""
@@ -137,46 +148,19 @@ class Agent:
             )
         )
 
-    def _node(self, node_type: NodeType, name: str, client: Client, address: str) -> Node:
-        self._recorders[name] = Recorder(client, name)
-        return Node(
-            name,
-            node_type,
-            client=client,
-            address=address,
-            port=KUBELET_PORT,
-            version=self._config.version,
-            make_runner=self._make_runner,
-        )
-
     def _make_runner(self, node: Node, pod: Object) -> Runner:
         facts = Facts(self._addresses.pod(), node.address, node.name)
         if node.node_type.status_only:
             return ScriptedPod(pod, client=node.client, pod_ip=facts.pod_ip, host_ip=facts.host_ip)
-        assert self._http is not None
-        return Pod(
-            pod,
-            facts,
-            client=node.client,
-            recorder=self._recorders[node.name],
-            http=self._http,
-            images=self._config.images,
-            base_environment=self._config.environment,
-            cgroups=self._cgroups,
-            backoff=self._config.backoff,
-            folder=self._config.folder / pod["metadata"]["uid"],
-            identities=not self._no_identities,
-        )
+        assert self._machine is not None
+        return Pod(pod, facts, self._machine, client=node.client, recorder=node.recorder)
 
     def _find_pod(self, namespace: str, name: str) -> Pod | None:
-        runners: list[Any] = [one for node in self._nodes for one in node.runners.values()]
-        for runner in runners:
-            metadata = runner.pod["metadata"]
-            if isinstance(runner, Pod) and (namespace, name) == (
-                metadata["namespace"],
-                metadata["name"],
-            ):
-                return runner
+        for runner in (one for node in self._nodes for one in node.runners.values()):
+            if isinstance(runner, Pod):
+                metadata = runner.pod["metadata"]
+                if (metadata["namespace"], metadata["name"]) == (namespace, name):
+                    return runner
         return None
 
 

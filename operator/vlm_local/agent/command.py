@@ -6,21 +6,15 @@ command, args ──────┴─▶ $(VAR) expanded ─▶ argv          e
 
 import dataclasses
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from math import ceil
 from typing import Any
 
+from vlm_operator.api import quantity
+
 Images = Mapping[str, Sequence[str]]
 IMAGE_USER = 65532  # of both Dockerfiles
-_QUANTITY = re.compile(
-    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)(m|k|Ki|[MGTPE]i?|)"
-)
-
-_SUFFIXES = {"m": Decimal("0.001"), "": Decimal(1)}
-_SUFFIXES |= {unit: Decimal(1000) ** power for power, unit in enumerate("kMGTPE", start=1)}
-_SUFFIXES |= {f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", start=1)}
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
 _EVERY_ADDRESS = ("--bind=::", "--bind=0.0.0.0")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
@@ -54,8 +48,8 @@ def arguments(
     container: Mapping[str, Any], start: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
     """Return argv: `command` replaces the image's start, `args` follow, `$(VAR)` is filled in."""
-    given = container.get("command") or start
-    return [expand(word, environment) for word in [*given, *container.get("args", [])]]
+    command = container.get("command") or start
+    return [expand(word, environment) for word in [*command, *container.get("args", [])]]
 
 
 def identity(container: Mapping[str, Any], pod: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -63,12 +57,12 @@ def identity(container: Mapping[str, Any], pod: Mapping[str, Any]) -> tuple[int,
 
     If the container must not run as root and names no uid, the result is the uid of our images.
     """
-    asked = {
+    context = {
         **(pod["spec"].get("securityContext") or {}),
         **(container.get("securityContext") or {}),
     }
-    uid = asked.get("runAsUser", IMAGE_USER if asked.get("runAsNonRoot") else 0)
-    return (uid, asked.get("runAsGroup", uid)) if uid else None
+    uid = context.get("runAsUser", IMAGE_USER if context.get("runAsNonRoot") else 0)
+    return (uid, context.get("runAsGroup", uid)) if uid else None
 
 
 def on_shared_network(argv: Sequence[str], pod_ip: str) -> list[str]:
@@ -100,15 +94,10 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment: `base`, then envFrom, then env in its order.
 
-    Args:
-        container: From the pod's spec.
-        pod: The Pod.
-        facts: Facts that the Pod object does not contain.
-        base: Environment of every container.
-        objects: The data of `("ConfigMap" | "Secret", name)`, of those that exist.
+    `objects` are the data of each existing `("ConfigMap" | "Secret", name)`.
 
     Raises:
-        ConfigError: A required object or key is missing, or a field path is unknown.
+        ConfigError: a required object or key is missing, or a field path is unknown.
     """
     env = dict(base)
     for source in container.get("envFrom") or []:
@@ -147,7 +136,7 @@ def pod_field(path: str, pod: Mapping[str, Any], facts: Facts) -> str:
     """Return one field of the downward API, such as `metadata.labels['app']`.
 
     Raises:
-        ConfigError: No such field.
+        ConfigError: there is no such field.
     """
     metadata, spec = pod["metadata"], pod["spec"]
     if match := _SUBSCRIPT.fullmatch(path):
@@ -172,15 +161,11 @@ def pod_field(path: str, pod: Mapping[str, Any], facts: Facts) -> str:
 
 
 def container_resource(reference: Mapping[str, Any], container: Mapping[str, Any]) -> str:
-    """Return one of the container's own requests or limits, in units of `divisor`."""
+    """Return a request or limit of the container in units of `divisor`, rounded up."""
     kind, _, name = reference["resource"].partition(".")
     value = container.get("resources", {}).get(kind, {}).get(name, "0")
-    return str(_in_units(value, reference.get("divisor", "1")))
-
-
-def executable(argv: Sequence[str], path: str) -> bool:
-    """Whether the first word is a program that can be executed."""
-    return bool(argv) and shutil.which(argv[0], path=path) is not None
+    divisor = quantity.parse(str(reference.get("divisor", "1"))) or Decimal(1)
+    return str(ceil(quantity.parse(str(value)) / divisor))
 
 
 def _value_from(
@@ -210,20 +195,3 @@ def _value_from(
 def _missing(kind: str, name: str) -> str:
     """Return the error in the kubelet's words, which the operator parses."""
     return f'{kind.lower()} "{name}" not found'
-
-
-def parse_quantity(quantity: str | int) -> Decimal:
-    """Return a quantity such as `250m`, `4` or `1.5Gi` as a number.
-
-    Raises:
-        ValueError: Not a quantity.
-    """
-    match = _QUANTITY.fullmatch(str(quantity))
-    if match is None:
-        raise ValueError(f"{quantity!r} is not a quantity")
-    return Decimal(match[1]) * _SUFFIXES[match[2]]
-
-
-def _in_units(quantity: str | int, divisor: str | int) -> int:
-    """Return how many divisors a quantity has, rounded up, as the downward API does."""
-    return ceil(parse_quantity(quantity) / (parse_quantity(divisor) or Decimal(1)))

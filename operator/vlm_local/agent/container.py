@@ -1,6 +1,7 @@
 """Runs one container: starts it, probes it, restarts it with back-off, ends it.
 
 start ─▶ startup probe ─▶ readiness and liveness probes ─▶ exit ─▶ back-off ─▶ start …
+end:  preStop hook ─▶ SIGTERM ─ grace ─▶ SIGKILL
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from . import probes
@@ -17,10 +18,14 @@ from .cgroups import ContainerCgroup
 from .logs import ContainerLog
 from .process import KILLED, Process, ProcessSpec, StartFailedError
 from .status import ContainerView, Running, Terminated, Waiting
-from .termination import Record, end
 
 logger = logging.getLogger(__name__)
 HEALTHY_SECONDS = 600  # after a run this long the back-off starts again at zero
+HANDLER_SECONDS = 5.0  # the time that a new program may take to install a SIGTERM handler
+AFTER_HOOK_SECONDS = 2.0  # the time for SIGTERM after a hook that used the whole grace
+
+Record = Callable[..., Coroutine[Any, Any, None]]
+"""Writes an event: reason, message, and `warning`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class CannotStartError(Exception):
     """The container cannot be started now.
 
     Attributes:
-        reason: As a kubelet shows it in `waiting`: ErrImagePull, CreateContainerConfigError, …
+        reason: the kubelet's, as in `waiting`: ErrImagePull, CreateContainerConfigError, …
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -62,15 +67,10 @@ class Container:
     """One container of one pod. `view` is its observed state, which only its own task writes.
 
     Args:
-        spec: From the pod's spec.
-        restart_policy: Of the pod.
-        prepare: Returns what a run needs, given the number of restarts; raises `CannotStartError`.
-        prober: Makes a prober, given the running process.
-        changed: Called after each change of `view`.
-        record: Writes an event: reason, message, and `warning`.
-        backoff: Between restarts.
-        grace_seconds: The pod's, for a container that failed a probe.
-        num_restarts: How often an earlier agent has restarted it.
+        prepare: returns what a run needs, given the number of restarts; raises `CannotStartError`.
+        changed: is called after each change of `view`.
+        grace_seconds: the pod's, for a container that failed a probe.
+        num_restarts: restarts by earlier agents.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Container:
         self._grace_seconds = grace_seconds
 
     async def run(self) -> None:
-        """Run it until it ends or is stopped. Restart it as the restart policy says."""
+        """Run it, with restarts by the restart policy, until it ends or is stopped."""
         num_failures = 0
         while not self._stopping.is_set():
             ended = await self._run_once()
-            if ended is None:  # it could not start: ask again, as a kubelet does
+            if ended is None:  # it could not start: retry, as a kubelet does
                 num_failures = max(2, num_failures + 1)
             else:
                 lasted = ended.finished_at - ended.started_at
@@ -114,7 +114,7 @@ class Container:
             await self._wait_to_restart(ended, self._backoff.before(num_failures))
 
     async def stop(self, grace_seconds: float) -> None:
-        """End it: preStop, SIGTERM, then SIGKILL after the grace. The shortest grace applies."""
+        """End it. After several calls, the shortest grace applies."""
         self._stopping.set()
         if self.process is not None and self.process.running:
             await self._end(self.process, grace_seconds)
@@ -130,7 +130,7 @@ class Container:
         return self._restart_policy == "Always" or ended.exit_code != 0
 
     async def _run_once(self) -> Terminated | None:
-        """Do one run; None if it could not start. An unexpected error ends the run, not the pod."""
+        """Do one run; None if it could not start. An unexpected error ends only the run."""
         began = time.time()
         try:
             return await self._run_to_end()
@@ -279,7 +279,7 @@ class Container:
         return on_verdict
 
     async def _end(self, process: Process, grace_seconds: float) -> None:
-        await end(
+        await _end(
             process,
             hook=self.spec.get("lifecycle", {}).get("preStop"),
             grace_seconds=grace_seconds,
@@ -292,3 +292,66 @@ class Container:
         if view != self.view:
             self.view = view
             self._changed()
+
+
+async def _end(
+    process: Process,
+    *,
+    hook: Mapping[str, Any] | None,
+    grace_seconds: float,
+    prober: probes.Prober,
+    record: Record,
+) -> None:
+    """End `process` and return when it has ended.
+
+    `grace_seconds` is for the preStop hook and for SIGTERM together. `prober` sends the HTTP
+    request of the hook.
+    """
+    deadline = time.monotonic() + grace_seconds
+    if hook is not None:
+        problem = await _pre_stop(process, hook, grace_seconds, prober)
+        if problem:
+            await record("FailedPreStopHook", f"PreStopHook failed: {problem}", warning=True)
+    await _await_handler(process, seconds=min(HANDLER_SECONDS, deadline - time.monotonic()))
+    process.signal(signal.SIGTERM)
+    remaining = max(deadline - time.monotonic(), AFTER_HOOK_SECONDS if hook else 0.0)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(remaining):
+            await process.wait()
+            return
+    process.signal(signal.SIGKILL)
+    await process.wait()
+
+
+async def _await_handler(process: Process, *, seconds: float) -> None:
+    """Wait until the program has a handler for SIGTERM, at most for `seconds`.
+
+    The kernel drops signals that the first process of a pid namespace does not handle. If SIGTERM
+    were sent while the interpreter starts, the pod would run for its whole grace.
+    """
+    deadline = time.monotonic() + seconds
+    while process.running and not process.handles(signal.SIGTERM):
+        if time.monotonic() >= deadline:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def _pre_stop(
+    process: Process, hook: Mapping[str, Any], seconds: float, prober: probes.Prober
+) -> str:
+    """Run a hook; return why it failed, or ""."""
+    try:
+        async with asyncio.timeout(seconds):
+            if "exec" in hook:
+                code, output = await process.run_inside(hook["exec"]["command"])
+                return "" if code == 0 else output.decode(errors="replace")[-512:] or f"code {code}"
+            if "httpGet" in hook:
+                answer = await prober.http_get(hook["httpGet"])
+                return "" if answer.healthy else answer.message
+            await asyncio.sleep(hook["sleep"]["seconds"])
+    except TimeoutError:
+        return f"it took more than the grace of {seconds:g} s"
+    except Exception as error:
+        logger.exception("a preStop hook failed", extra={"pid": process.pid})
+        return str(error)
+    return ""

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_local.client import ApiError, Client, Object
-
-from .status import timestamp
+from vlm_operator.cluster import timestamp
 
 logger = logging.getLogger(__name__)
 

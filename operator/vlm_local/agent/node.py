@@ -7,9 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from vlm_local.client import STRATEGIC, ApiError, Client, Object
+from vlm_operator.cluster import timestamp
 
+from .events import Recorder
 from .nodes import NodeType, is_ready, node_object, node_status
-from .status import timestamp
 
 logger = logging.getLogger(__name__)
 LEASE_SECONDS = 40
@@ -21,10 +22,10 @@ class Runner(Protocol):
     """Runs one pod, by processes or by a script."""
 
     def update(self, pod: Object) -> None:
-        """Set the newest state of the object."""
+        """Set the current state of the object."""
 
     def gone(self) -> None:
-        """Tell the runner that the object was deleted."""
+        """End the pod: its object was deleted."""
 
     async def run(self) -> None:
         """Run the pod until it ends."""
@@ -48,6 +49,7 @@ class Node:
         self.node_type = node_type
         self.client = client
         self.address = address
+        self.recorder = Recorder(client, name)
         self.runners: dict[str, Runner] = {}
         self._port = port
         self._version = version
@@ -76,7 +78,7 @@ class Node:
         except ApiError as error:
             if error.status != 409:
                 raise
-        await self._say_ready()
+        await self._report_ready()
         await self._renew()
 
     async def _heartbeat(self) -> None:
@@ -87,11 +89,11 @@ class Node:
                 if not is_ready(await self.client.get(f"/api/v1/nodes/{self.name}")):
                     # if the Lease was not renewed for a while, such as during a laptop's sleep
                     self._since = timestamp(time.time())
-                    await self._say_ready()
+                    await self._report_ready()
             except ApiError as error:
                 logger.warning("no heartbeat", extra={"node": self.name, "error": str(error)})
 
-    async def _say_ready(self) -> None:
+    async def _report_ready(self) -> None:
         status = node_status(
             self.node_type,
             address=self.address,
@@ -126,26 +128,26 @@ class Node:
                 for uid in set(self.runners) - present:
                     self.runners[uid].gone()
                 for pod in thing["items"]:
-                    self._take(pod)
+                    self._update_pod(pod)
             elif event == "DELETED":
                 if runner := self.runners.get(thing["metadata"]["uid"]):
                     runner.gone()
             else:
-                self._take(thing)
+                self._update_pod(thing)
 
-    def _take(self, pod: Object) -> None:
+    def _update_pod(self, pod: Object) -> None:
         uid = pod["metadata"]["uid"]
         if uid not in self.runners:
             finished = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
             if finished and "deletionTimestamp" not in pod["metadata"]:
                 return
             self.runners[uid] = self._make_runner(self, pod)
-            self._tasks[uid] = asyncio.create_task(self._play(uid, self.runners[uid].run()))
+            self._tasks[uid] = asyncio.create_task(self._run_pod(uid, self.runners[uid].run()))
         self.runners[uid].update(pod)
 
-    async def _play(self, uid: str, playing: Coroutine[Any, Any, None]) -> None:
+    async def _run_pod(self, uid: str, running: Coroutine[Any, Any, None]) -> None:
         try:
-            await playing
+            await running
         except Exception:
             logger.exception("a pod's task failed", extra={"uid": uid, "node": self.name})
         finally:

@@ -13,80 +13,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from vlm_local.client import STRATEGIC, ApiError, Client, Object
 
 from . import command, probes, status
-from .cgroups import Cgroups
-from .container import Backoff, Container
+from .container import Container
 from .events import Recorder
 from .process import Process
-from .runs import RunMaker
+from .runs import Machine, RunMaker
 from .volumes import VolumeError, Volumes
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 0.2
 LONGEST_RETRY_SECONDS = 5.0
-HOOK_SECONDS = (
-    2.5  # the time for SIGTERM after a preStop hook that used the whole grace, and some slack
-)
+HOOK_SECONDS = 2.5  # more than `container.AFTER_HOOK_SECONDS`
 
 
 class Pod:
-    """One pod on one node. `update` gives it each new state of its object.
-
-    Args:
-        pod: The Pod object at its binding.
-        facts: Its addresses.
-        client: Client of the node.
-        recorder: Events of the node.
-        http: Session for probes.
-        images: The command of each image name.
-        base_environment: Environment of every container.
-        cgroups: Limits of CPU and memory.
-        backoff: Pauses between restarts.
-        folder: Folder of this pod, removed at its end.
-        identities: Whether containers get the requested uid and gid.
-    """
+    """One pod on one node, from its binding. `update` passes each new state of its object."""
 
     def __init__(
         self,
         pod: Object,
         facts: command.Facts,
+        machine: Machine,
         *,
         client: Client,
         recorder: Recorder,
-        http: aiohttp.ClientSession,
-        images: command.Images,
-        base_environment: Mapping[str, str],
-        cgroups: Cgroups,
-        backoff: Backoff,
-        folder: Path,
-        identities: bool,
     ) -> None:
         self.pod = pod
         self.facts = facts
         self._client = client
         self._recorder = recorder
-        self._http = http
-        self._folder = folder
-        self._volumes = Volumes(pod, facts, client, folder / "volumes")
-        self._runs = RunMaker(
-            facts,
-            self._volumes,
-            images=images,
-            base=base_environment,
-            cgroups=cgroups,
-            folder=folder,
-            identities=identities,
-        )
-        self._backoff = backoff
+        self._machine = machine
+        self._folder = machine.folder / pod["metadata"]["uid"]
+        self._volumes = Volumes(pod, facts, client, self._folder / "volumes")
+        self._runs = RunMaker(facts, self._volumes, machine, self._folder)
         self._started_at = time.time()
         self._dirty = asyncio.Event()
         self._deleted = asyncio.Event()
         self._gone = False
-        self._set_up = False  # kubelet mounts the volumes before a pod gets its address
+        self._mounted = False  # a kubelet mounts the volumes before a pod gets its address
         self._writing = asyncio.Lock()
         self._written: Object = {"conditions": []}
         spec = pod["spec"]
@@ -94,13 +60,9 @@ class Pod:
         self.containers = [self._container(one) for one in spec["containers"]]
 
     @property
-    def everyone(self) -> list[Container]:
-        """All containers, init containers first."""
+    def _all_containers(self) -> list[Container]:
+        """Init containers come first."""
         return [*self.init_containers, *self.containers]
-
-    @property
-    def _path(self) -> str:
-        return path_of(self.pod)
 
     def update(self, pod: Object) -> None:
         """Set the newest state of the object: readiness gates, deletion, a shorter grace."""
@@ -113,7 +75,7 @@ class Pod:
         """The object was deleted: end now, and write no status."""
         self._gone = True
         self._deleted.set()
-        for container in self.everyone:
+        for container in self._all_containers:
             container.kill()
 
     async def run(self) -> None:
@@ -126,7 +88,7 @@ class Pod:
             if not self._gone:
                 await self._finish()
         finally:
-            for container in self.everyone:
+            for container in self._all_containers:
                 container.kill()
             for task in (living, publishing):
                 task.cancel()
@@ -138,19 +100,19 @@ class Pod:
         return status.PodView(
             containers=[one.view for one in self.containers],
             init_containers=[one.view for one in self.init_containers],
-            pod_ip=self.facts.pod_ip if self._set_up else None,
+            pod_ip=self.facts.pod_ip if self._mounted else None,
             host_ip=self.facts.host_ip,
             started_at=self._started_at,
             terminating=self._deleted.is_set(),
         )
 
     def container(self, name: str) -> Container | None:
-        return next((one for one in self.everyone if one.view.name == name), None)
+        return next((one for one in self._all_containers if one.view.name == name), None)
 
     async def _live(self) -> None:
         self._dirty.set()
-        self._runs.binds = await self._mounted()
-        self._set_up = True
+        self._runs.binds = await self._mount()
+        self._mounted = True
         self._dirty.set()
         refreshing = asyncio.create_task(self._volumes.refresh())
         try:
@@ -161,14 +123,14 @@ class Pod:
                     return
             await asyncio.gather(*(container.run() for container in self.containers))
         except Exception:
-            logger.exception("pod failed", extra={"pod": self._path})
+            logger.exception("pod failed", extra={"pod": path_of(self.pod)})
             raise
         finally:
             refreshing.cancel()
             await asyncio.gather(refreshing, return_exceptions=True)
 
-    async def _mounted(self) -> dict[str, Path]:
-        """Return the volumes once all are available, or none if the pod is deleted first.
+    async def _mount(self) -> dict[str, Path]:
+        """Return the volumes when all are available; none if the pod is deleted first.
 
         While one is missing, record an event with the reason and retry.
         """
@@ -179,7 +141,7 @@ class Pod:
             except (VolumeError, command.ConfigError, OSError) as error:
                 problem = str(error)
             except Exception as error:  # an unexpected error
-                logger.exception("volumes failed", extra={"pod": self._path})
+                logger.exception("volumes failed", extra={"pod": path_of(self.pod)})
                 problem = repr(error)
             if wait > 1:  # right after the binding, a missing volume is normal
                 await self._record("FailedMount", problem, warning=True)
@@ -193,15 +155,15 @@ class Pod:
         """End all containers within the grace, which a second deletion may shorten."""
         began = time.monotonic()
         if not self._gone:
-            for container in self.everyone:
+            for container in self._all_containers:
                 if container.process is not None and container.process.running:
                     await self._record("Killing", f"Stopping container {container.view.name}")
         grace = self._grace_seconds
-        stops = [asyncio.create_task(container.stop(grace)) for container in self.everyone]
+        stops = [asyncio.create_task(container.stop(grace)) for container in self._all_containers]
         while not living.done():
             await asyncio.wait([living], timeout=RETRY_SECONDS)
             if self._gone or time.monotonic() - began > self._grace_seconds + HOOK_SECONDS:
-                for container in self.everyone:
+                for container in self._all_containers:
                     container.kill()
         await asyncio.gather(*stops)
 
@@ -225,7 +187,7 @@ class Pod:
             except ApiError as error:
                 if error.status not in (404, 409):
                     logger.info(
-                        "status not written", extra={"pod": self._path, "error": str(error)}
+                        "status not written", extra={"pod": path_of(self.pod), "error": str(error)}
                     )
                     self._dirty.set()
                 await asyncio.sleep(RETRY_SECONDS)
@@ -236,7 +198,9 @@ class Pod:
             computed = status.pod_status(self.pod, self.view(), conditions, now=time.time())
             if computed != self._written or status.overwritten(self.pod, computed):
                 body = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": computed}
-                stored = await self._client.patch(f"{self._path}/status", body, kind=STRATEGIC)
+                stored = await self._client.patch(
+                    f"{path_of(self.pod)}/status", body, kind=STRATEGIC
+                )
                 self.pod = {**self.pod, "status": stored.get("status", {})}
                 self._written = computed
 
@@ -250,21 +214,21 @@ class Pod:
             prober=self._prober,
             changed=self._dirty.set,
             record=self._record,
-            backoff=self._backoff,
+            backoff=self._machine.backoff,
             grace_seconds=self.pod["spec"].get("terminationGracePeriodSeconds", 30),
             num_restarts=_earlier_restarts(self.pod, spec["name"]),
         )
 
     def _prober(self, process: Process) -> probes.Prober:
         ports = probes.ports_of(self.pod["spec"]["containers"])
-        return probes.Prober(self.facts.pod_ip, ports, process.run_inside, self._http)
+        return probes.Prober(self.facts.pod_ip, ports, process.run_inside, self._machine.http)
 
     async def _record(self, reason: str, message: str, *, warning: bool = False) -> None:
         await self._recorder.record(self.pod, reason, message, warning=warning)
 
 
 def _earlier_restarts(pod: Mapping[str, Any], name: str) -> int:
-    """A container that ran under an earlier agent starts again as a restart."""
+    """Return the restarts of a container: it ran under an earlier agent, so this is one more."""
     for one in pod.get("status", {}).get("containerStatuses") or []:
         if one["name"] == name and one.get("containerID"):
             return int(one["restartCount"]) + 1
@@ -272,7 +236,6 @@ def _earlier_restarts(pod: Mapping[str, Any], name: str) -> int:
 
 
 def path_of(pod: Object) -> str:
-    """Return the path of a pod."""
     metadata = pod["metadata"]
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 

@@ -1,13 +1,18 @@
 """Prepares everything that one run of a container needs, again for each run."""
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
+from vlm_operator.api import quantity
+
 from . import command
 from .cgroups import Cgroups
-from .container import CannotStartError, Prepared
+from .container import Backoff, CannotStartError, Prepared
 from .logs import ContainerLog
 from .process import Bind, ProcessSpec
 from .volumes import VolumeError, Volumes
@@ -15,34 +20,46 @@ from .volumes import VolumeError, Volumes
 Spec = Mapping[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What all pods of an agent share.
+
+    Attributes:
+        images: command of each image name.
+        environment: environment of every container.
+        backoff: pauses between restarts.
+        folder: folder for the files of pods.
+        cgroups: limits of CPU and memory.
+        identities: whether containers get the requested uid and gid.
+        http: session for probes.
+    """
+
+    images: command.Images
+    environment: Mapping[str, str]
+    backoff: Backoff
+    folder: Path
+    cgroups: Cgroups
+    identities: bool
+    http: aiohttp.ClientSession
+
+
 class RunMaker:
     """Prepares the runs of one pod's containers. `binds` are its volumes, once mounted."""
 
     def __init__(
-        self,
-        facts: command.Facts,
-        volumes: Volumes,
-        *,
-        images: command.Images,
-        base: Mapping[str, str],
-        cgroups: Cgroups,
-        folder: Path,
-        identities: bool,
+        self, facts: command.Facts, volumes: Volumes, machine: Machine, folder: Path
     ) -> None:
         self.binds: Mapping[str, Path] = {}
         self._facts = facts
         self._volumes = volumes
-        self._images = images
-        self._base = base
-        self._cgroups = cgroups
+        self._machine = machine
         self._folder = folder
-        self._identities = identities
 
     async def prepare(self, pod: Spec, container: Spec, number: int) -> Prepared:
         """Prepare run `number`.
 
         Raises:
-            CannotStartError: The image is unknown, the configuration is incomplete, or this
+            CannotStartError: the image is unknown, the configuration is incomplete, or this
                 machine refused a folder or a file.
         """
         try:
@@ -53,26 +70,25 @@ class RunMaker:
             raise CannotStartError("CreateContainerError", str(error)) from error
 
     async def _prepared(self, pod: Spec, container: Spec, number: int) -> Prepared:
-        start = command.entrypoint(container["image"], self._images)
+        start = command.entrypoint(container["image"], self._machine.images)
         if start is None:
-            known = ", ".join(sorted(self._images))
+            images = ", ".join(sorted(self._machine.images))
             raise CannotStartError(
                 "ErrImagePull",
-                f"{container['image']}: a local node knows the images {known}, and no registry",
+                f"{container['image']}: a local node has the images {images}, and no registry",
             )
         objects = await self._volumes.data_of(command.references(container))
-        env = command.environment(
-            container, pod, self._facts, base=self._base_for(pod), objects=objects
-        )
-        mounts = [self._bind(mount, env) for mount in _mounts(container)]
-        limits = container.get("resources", {}).get("limits", {})
-        name = f"{pod['metadata']['uid']}-{container['name']}-{number}"
-        cgroup = self._cgroups.create(
-            name,
-            memory_bytes=int(command.parse_quantity(limits["memory"]))
-            if "memory" in limits
-            else None,
-            cpus=float(command.parse_quantity(limits["cpu"])) if "cpu" in limits else None,
+        base = {**self._machine.environment, "HOSTNAME": pod["metadata"]["name"]}
+        env = command.environment(container, pod, self._facts, base=base, objects=objects)
+        mounts = [self._bind(mount, env) for mount in container.get("volumeMounts") or []]
+        limits = {
+            name: quantity.parse(str(value))
+            for name, value in container.get("resources", {}).get("limits", {}).items()
+        }
+        cgroup = self._machine.cgroups.create(
+            f"{pod['metadata']['uid']}-{container['name']}-{number}",
+            memory_bytes=int(limits["memory"]) if "memory" in limits else None,
+            cpus=float(limits["cpu"]) if "cpu" in limits else None,
         )
         process = ProcessSpec(
             argv=command.on_shared_network(
@@ -84,13 +100,10 @@ class RunMaker:
             mounts=keep_code(mounts, code_folders()),
             read_only=container.get("securityContext", {}).get("readOnlyRootFilesystem", False),
             cgroups=cgroup.procs,
-            user=command.identity(container, pod) if self._identities else None,
+            user=command.identity(container, pod) if self._machine.identities else None,
         )
         log = ContainerLog(self._folder / "logs" / container["name"] / f"{number}.log")
         return Prepared(process, cgroup, log)
-
-    def _base_for(self, pod: Spec) -> Mapping[str, str]:
-        return {**self._base, "HOSTNAME": pod["metadata"]["name"]}
 
     def _bind(self, mount: Spec, env: Mapping[str, str]) -> Bind:
         source = self.binds[mount["name"]]
@@ -104,28 +117,23 @@ class RunMaker:
         return Bind(source, mount["mountPath"], mount.get("readOnly", False))
 
 
-def _mounts(container: Spec) -> list[Spec]:
-    return list(container.get("volumeMounts") or [])
-
-
 def keep_code(binds: Sequence[Bind], needed: Iterable[Path]) -> list[Bind]:
-    """Return the binds, and one for each needed folder that they would hide, read-only.
+    """Return the binds, and a read-only one for each needed folder that they would hide.
 
-    Its place is made in the volume that hides it; in a read-only one, in the container alone.
-
-    A checkout below /tmp would vanish under the emptyDir that a worker mounts there.
+    The emptyDir that a worker mounts at /tmp would hide a checkout below /tmp. The mount point is
+    created in the volume; if that is read-only, only in the container.
     """
-    shown: list[Bind] = []
+    added: list[Bind] = []
     for folder in needed:
         hiding = [bind for bind in binds if folder.is_relative_to(bind.path)]
-        if not hiding or any(folder.is_relative_to(bind.path) for bind in shown):
+        if not hiding or any(folder.is_relative_to(bind.path) for bind in added):
             continue
         nearest = max(hiding, key=lambda bind: len(Path(bind.path).parts))
         if nearest.source.is_dir() and not nearest.read_only:
             inside = nearest.source / folder.relative_to(nearest.path)
             inside.mkdir(parents=True, exist_ok=True)
-        shown.append(Bind(folder, str(folder), read_only=True))
-    return [*binds, *shown]
+        added.append(Bind(folder, str(folder), read_only=True))
+    return [*binds, *added]
 
 
 def code_folders() -> list[Path]:

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 VERSION = 3
 SYN_STREAM, SYN_REPLY, RST_STREAM, PING, GOAWAY = 1, 2, 3, 6, 7
 FIN = 1
-CANCEL = 5
 MAX_FRAME_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 32 << 10
@@ -62,19 +61,13 @@ class Stream:
             yield piece
 
     async def send(self, data: bytes) -> None:
-        """Send data, in frames of moderate size."""
+        """Send data in frames of at most `CHUNK_BYTES`."""
         for start in range(0, len(data), CHUNK_BYTES):
             await self._session.write(data_frame(self._number, data[start : start + CHUNK_BYTES]))
 
     async def close(self) -> None:
         """Close our half."""
         await self._session.write(data_frame(self._number, b"", flags=FIN))
-
-    async def reset(self) -> None:
-        """End both halves at once."""
-        await self._session.write(
-            control_frame(RST_STREAM, struct.pack(">II", self._number, CANCEL))
-        )
 
     async def feed(self, piece: bytes | None) -> None:
         """Deliver received data; None means the end."""
@@ -163,7 +156,6 @@ def control_frame(kind: int, body: bytes, flags: int = 0) -> bytes:
 
 
 def data_frame(number: int, body: bytes, flags: int = 0) -> bytes:
-    """Return a data frame of stream `number`."""
     return struct.pack(">II", number, flags << 24 | len(body)) + body
 
 
@@ -171,7 +163,7 @@ def read_headers(block: bytes) -> dict[str, str]:
     """Return the names and values of an uncompressed header block.
 
     Raises:
-        ProtocolError: It is cut short.
+        ProtocolError: the block is incomplete.
     """
     words: list[str] = []
     position = 4
@@ -199,7 +191,7 @@ def _control_kind(first: int) -> int:
 
 
 def _end(stream: Stream) -> None:
-    """Close a stream whose connection ended. If its queue is full, the reader learns it later."""
+    """Close a stream whose connection ended. If its queue is full, drop the oldest data."""
     while True:
         try:
             stream._incoming.put_nowait(None)

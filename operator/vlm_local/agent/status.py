@@ -5,8 +5,9 @@ containers, volumes, gates ──▶ phase, conditions, containerStatuses       
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
+
+from vlm_operator.cluster import timestamp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Running:
 
 @dataclasses.dataclass(frozen=True)
 class Terminated:
-    """A container that ended: by itself, by a signal (128 + number), or because memory ran out."""
+    """A container that ended. The exit code of a signal is 128 + its number."""
 
     exit_code: int
     started_at: float
@@ -73,10 +74,10 @@ def pod_status(
     """Return the part of the status of `pod` that a node writes.
 
     Args:
-        pod: As last seen; its spec and the readiness gates in its conditions count.
-        view: State of its containers.
-        conditions: Last result of this function, for transition times.
-        now: Seconds since the epoch.
+        pod: its spec and the readiness gates in its conditions count.
+        view: state of its containers.
+        conditions: last result of this function, for transition times.
+        now: seconds since the epoch.
     """
     phase = pod_phase(view, restart_policy=pod["spec"].get("restartPolicy", "Always"))
     status: dict[str, Any] = {
@@ -102,9 +103,9 @@ def overwritten(pod: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
     its Lease again must write its conditions again.
     """
     stored = pod.get("status", {})
-    verdicts = {one["type"]: one["status"] for one in stored.get("conditions") or []}
+    statuses = {one["type"]: one["status"] for one in stored.get("conditions") or []}
     return stored.get("phase") != status["phase"] or any(
-        verdicts.get(one["type"]) != one["status"] for one in status["conditions"]
+        statuses.get(one["type"]) != one["status"] for one in status["conditions"]
     )
 
 
@@ -150,28 +151,23 @@ def container_status(view: ContainerView) -> dict[str, Any]:
 
 
 def gates(pod: Mapping[str, Any]) -> list[str]:
-    """Return for each readiness gate that is not True the reason."""
-    found = {
+    """Return the reason for each readiness gate that is not True."""
+    statuses = {
         condition["type"]: condition["status"]
         for condition in pod.get("status", {}).get("conditions") or []
     }
     problems = []
     for gate in pod["spec"].get("readinessGates") or []:
         kind = gate["conditionType"]
-        if kind not in found:
+        if kind not in statuses:
             problems.append(
                 f'corresponding condition of pod readiness gate "{kind}" does not exist.'
             )
-        elif found[kind] != "True":
+        elif statuses[kind] != "True":
             problems.append(
-                f'the status of pod readiness gate "{kind}" is not "True", but {found[kind]}'
+                f'the status of pod readiness gate "{kind}" is not "True", but {statuses[kind]}'
             )
     return problems
-
-
-def timestamp(seconds: float) -> str:
-    """Return seconds since the epoch as Kubernetes writes times."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _conditions(pod: Mapping[str, Any], view: PodView, phase: str) -> list[dict[str, str]]:
@@ -213,15 +209,15 @@ def _with_times(
 ) -> list[dict[str, Any]]:
     """Add transition times. Only a change of `status` is a transition."""
     earlier = {one["type"]: one for one in before}
-    stamped: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
     for condition in conditions:
         old = earlier.get(condition["type"])
         same = old is not None and old["status"] == condition["status"]
         time = old["lastTransitionTime"] if same and old else timestamp(now)
-        # a strategic merge keeps what is left out: an emptied reason is sent as null
-        emptied = {name: condition[name] or None for name in ("reason", "message")}
-        stamped.append({**condition, **emptied, "lastTransitionTime": time})
-    return stamped
+        # a strategic merge keeps absent fields: null removes an empty reason or message
+        texts = {name: condition[name] or None for name in ("reason", "message")}
+        timed.append({**condition, **texts, "lastTransitionTime": time})
+    return timed
 
 
 def _state(state: Waiting | Running | Terminated) -> dict[str, Any]:
@@ -258,8 +254,8 @@ def _any_unstarted(view: PodView) -> bool:
 
 
 def _all_ended(view: PodView) -> bool:
-    everyone = [*view.init_containers, *view.containers]
-    return not any(isinstance(one.state, Running) for one in everyone)
+    containers = [*view.init_containers, *view.containers]
+    return not any(isinstance(one.state, Running) for one in containers)
 
 
 def _ended_for_good(view: PodView, phase: str) -> bool:

@@ -13,7 +13,6 @@ from vlm_local.agent.command import (
     expand,
     identity,
     on_shared_network,
-    parse_quantity,
 )
 
 FACTS = Facts(pod_ip="127.9.1.1", host_ip="127.9.0.1", node="n")
@@ -111,12 +110,6 @@ def test_a_limit_is_told_in_units_of_its_divisor():
     assert environment(container, POD, FACTS, base={}, objects={}) == {"MIB": "1024"}
 
 
-@given(st.integers(0, 10**6), st.sampled_from(["", "m", "k", "Ki", "Mi", "Gi"]))
-def test_quantities_are_numbers_times_their_unit(number: int, unit: str):
-    factor = {"": 1, "m": 0.001, "k": 1000, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]
-    assert float(parse_quantity(f"{number}{unit}")) == pytest.approx(number * factor)
-
-
 @pytest.mark.parametrize(
     ("of_pod", "of_container", "found"),
     [
@@ -145,9 +138,3 @@ def test_pods_of_one_network_namespace_bind_their_own_address(everywhere: str):
 def test_an_address_that_a_pod_is_given_stays():
     argv = ["vlm-worker", "--bind=127.0.0.1", "::", "--served-name=::"]
     assert on_shared_network(argv, "127.9.1.2") == argv
-
-
-@pytest.mark.parametrize("text", ["", "x", "1x", "Gi", "1 Gi"])
-def test_what_is_no_quantity_is_refused(text: str):
-    with pytest.raises(ValueError, match="is not a quantity"):
-        parse_quantity(text)

@@ -11,6 +11,7 @@ from vlm_local.agent.command import Facts
 from vlm_local.agent.container import Backoff
 from vlm_local.agent.events import Recorder
 from vlm_local.agent.pod import Pod
+from vlm_local.agent.runs import Machine
 from vlm_local.client import Client, Object
 from vlm_local.waiting import until
 
@@ -57,15 +58,17 @@ def made(api: Api, folder: Path) -> Pod:
     return Pod(
         POD,
         Facts("127.1.1.1", "127.1.0.1", "node"),
+        Machine(
+            images={},
+            environment={},
+            backoff=Backoff(),
+            folder=folder,
+            cgroups=Cgroups(folder),
+            identities=True,
+            http=cast("aiohttp.ClientSession", None),
+        ),
         client=cast("Client", api),
         recorder=cast("Recorder", api),
-        http=cast("aiohttp.ClientSession", None),
-        images={},
-        base_environment={},
-        cgroups=Cgroups(folder),
-        backoff=Backoff(),
-        folder=folder / "u",
-        identities=True,
     )
 
 
