@@ -106,7 +106,7 @@ def test_a_half_built_cache_is_said_so_and_built_again(tmp_path: Path, tools: Pa
 def test_an_image_that_is_not_there_is_said_so(tmp_path: Path):
     ended = demo("--once", "--image", str(tmp_path / "none.png"))
     assert ended.returncode == 1
-    assert "There is no image" in ended.stdout
+    assert "cannot be read: No such file" in ended.stdout
 
 
 def test_a_file_that_is_no_image_is_said_so_before_anything_starts():

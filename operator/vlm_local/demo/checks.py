@@ -47,10 +47,10 @@ def check_machine(settings: LocalSettings) -> None:
 
 
 def check_checkout() -> None:
-    """Check that the manifests and the model are where this package was installed from.
+    """Check that this package is in a checkout with the manifests and the model.
 
     Raises:
-        LocalError: the package was installed without its repository.
+        LocalError: a file is missing.
     """
     for path in ("install.yaml", "examples/quickstart", "examples/shapes/model/config.json"):
         if not (CHECKOUT / path).exists():
@@ -60,22 +60,22 @@ def check_checkout() -> None:
             )
 
 
-def choose_port(asked: int | None) -> int:
-    """Return the requested local port of the API; else 8000 or, if that is taken, any free one.
+def choose_port(requested: int | None) -> int:
+    """Return the requested local port of the API; else 8000 or, if that is in use, any free one.
 
     Raises:
-        PortTakenError: the requested port is taken.
+        PortTakenError: the requested port is in use.
     """
-    for port in (asked if asked is not None else PREFERRED_PORT, 0):
+    for port in (requested if requested is not None else PREFERRED_PORT, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
-                if asked is not None:
+                if requested is not None:
                     raise PortTakenError(
                         f"Port {port} on 127.0.0.1 is taken.",
-                        f"Choose another with --port; who has it: ss -ltnp 'sport = :{port}'",
+                        f"Choose another with --port, or see its user: ss -ltnp 'sport = :{port}'",
                     ) from error
             else:
                 return int(probe.getsockname()[1])

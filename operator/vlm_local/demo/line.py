@@ -13,20 +13,13 @@ from pathlib import Path
 from rich.text import Text
 
 from vlm_cli.access import Access, is_ready, open_cluster
+from vlm_cli.client import read_image
 from vlm_cli.forward import Candidates, forward_to_ready
 from vlm_cli.output import ttft_breakdown
 from vlm_local import build
 from vlm_local.cluster import NodeAgent
 from vlm_local.controlplane import ControlPlane, await_crds
-from vlm_local.demo.ask import (
-    ANSWER,
-    DESCRIBE,
-    QUESTION,
-    Answer,
-    ask,
-    is_right,
-    read_image,
-)
+from vlm_local.demo.ask import ANSWER, DESCRIBE, QUESTION, Answer, ask, is_right
 from vlm_local.demo.checks import CHECKOUT, check_checkout, check_machine, choose_port
 from vlm_local.demo.watch import Reporter, pod_state, service_state
 from vlm_local.errors import LocalError
@@ -48,14 +41,12 @@ VLM = Path(sys.executable).with_name("vlm")
 
 @dataclasses.dataclass(frozen=True)
 class DemoOptions:
-    """Options of the user. Without an image and a question, the quickstart's are used.
+    """Options of the user; without an image and a question, the quickstart's are used.
 
     Attributes:
-        once: End after the answer.
-        image: File of an image.
-        question: Question about the image.
-        port: Port of the API on 127.0.0.1.
-        kubeconfig: Kubeconfig of an existing cluster.
+        once: whether the demo ends after the answer.
+        port: port of the API on 127.0.0.1.
+        kubeconfig: of an existing cluster; None means a new one.
     """
 
     once: bool = False
@@ -65,13 +56,13 @@ class DemoOptions:
     kubeconfig: Path | None = None
 
     @property
-    def asked(self) -> str:
+    def prompt(self) -> str:
         """The question to ask."""
         return self.question or (DESCRIBE if self.image else QUESTION)
 
     @property
     def expected(self) -> str | None:
-        """The correct answer, if it is known."""
+        """The correct answer; None if it is unknown."""
         return ANSWER if self.image is None and self.question is None else None
 
 
@@ -84,15 +75,15 @@ class Cluster:
     own: bool
 
     async def run(self, *arguments: str | Path, stdin: str | None = None) -> str:
-        """Run kubectl and return what it prints.
+        """Call `run_blocking` in a thread."""
+        return await asyncio.to_thread(self.run_blocking, *arguments, stdin=stdin)
+
+    def run_blocking(self, *arguments: str | Path, stdin: str | None = None) -> str:
+        """Run kubectl and return its output.
 
         Raises:
-            LocalError: it failed; the message has its output.
+            LocalError: kubectl failed; the message has its output.
         """
-        return await asyncio.to_thread(self.kubectl_now, *arguments, stdin=stdin)
-
-    def kubectl_now(self, *arguments: str | Path, stdin: str | None = None) -> str:
-        """Like `run`, but blocking."""
         command = [self.kubectl, f"--kubeconfig={self.kubeconfig}", *arguments]
         return output_of(command, stdin=stdin, check=True)
 
@@ -121,7 +112,7 @@ class Demo:
             open_cluster(str(cluster.kubeconfig), NAMESPACE) as access,
         ):
             if cluster.own:
-                await self._volume(cluster)
+                await cluster.run("apply", "-f", "-", stdin=json.dumps(model_volume(MODEL)))
             await self._install(cluster)
             await self._wait_until_ready(cluster, access)
             async with forward_to_ready(
@@ -133,15 +124,15 @@ class Demo:
             ) as url:
                 self._reporter.say(f"{url}/v1 leads to the gateway; asking about {image.name}")
                 answer = await self._ask(url, content)
-                self._reporter.show(Text(await cluster.run("get", "vlm")))
+                self._reporter.console.print(Text(await cluster.run("get", "vlm")))
                 if not self._options.once:
-                    self._say_what_next(cluster, url)
+                    self._print_next_steps(cluster, url)
                     await asyncio.Event().wait()
-        return self._verdict(answer)
+        return self._exit_status(answer)
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[Cluster]:
-        """The cluster of the options, or a new one that ends with the block."""
+        """Yield the cluster of the options, or a new one that ends with the block."""
         say = self._reporter.say
         if self._options.kubeconfig is not None:
             binaries = build.find_binaries(self._settings, progress=say)
@@ -155,14 +146,11 @@ class Demo:
                 say("CPU and memory limits are not enforced here (no cgroup of our own)")
             yield Cluster(plane.binaries["kubectl"], plane.kubeconfig, own=True)
 
-    async def _volume(self, cluster: Cluster) -> None:
-        await cluster.run("apply", "-f", "-", stdin=json.dumps(model_volume(MODEL)))
-
     async def _install(self, cluster: Cluster) -> None:
         say = self._reporter.say
         await cluster.run("apply", "-f", INSTALL)
         say("applied install.yaml: CRDs, roles, and the operator as a Deployment")
-        await asyncio.to_thread(await_crds, cluster.kubectl_now, failure=LocalError)
+        await asyncio.to_thread(await_crds, cluster.run_blocking, failure=LocalError)
         await cluster.run("apply", "-n", NAMESPACE, "-f", QUICKSTART)
         say("applied examples/quickstart: one VLMService, pools encoder, prefill, decode")
 
@@ -179,9 +167,9 @@ class Demo:
                 self._reporter.state(f"pod {pod['metadata']['name']}", pod_state(pod))
             if service is None:
                 return False
-            done, said = service_state(service)
-            self._reporter.state(f"VLMService {SERVICE}", said)
-            return done
+            is_done, state = service_state(service)
+            self._reporter.state(f"VLMService {SERVICE}", state)
+            return is_done
 
         try:
             await until(ready, seconds=READY_SECONDS, awaited=f"{SERVICE} to be Ready", every=0.2)
@@ -189,22 +177,22 @@ class Demo:
             raise LocalError(f"{error}\n{await diagnosis(cluster, access)}", "") from error
 
     async def _ask(self, url: str, image: bytes) -> Answer:
-        self._reporter.show(Text(f"\n  {self._options.asked}", style="bold"))
+        self._reporter.console.print(Text(f"\n  {self._options.prompt}", style="bold"))
         self._reporter.piece("  ")
         answer = await ask(
             url,
             model=SERVICE,
-            question=self._options.asked,
+            question=self._options.prompt,
             image=image,
             on_text=self._reporter.piece,
         )
         self._reporter.piece("\n\n")
-        self._reporter.show(ttft_breakdown(answer.stages))
+        self._reporter.console.print(ttft_breakdown(answer.stages))
         self._reporter.say(f"first token after {answer.ttft_seconds * 1e3:.0f} ms at the client")
         self.answered = is_right(answer.text, self._options.expected)
         return answer
 
-    def _say_what_next(self, cluster: Cluster, url: str) -> None:
+    def _print_next_steps(self, cluster: Cluster, url: str) -> None:
         console = self._reporter.console
         console.print(f"\nThe API is {url}/v1 (model {SERVICE}), the cluster is yours:\n")
         console.print(f"  export KUBECONFIG={cluster.kubeconfig}")
@@ -213,16 +201,18 @@ class Demo:
         ends = "and the cluster with it" if cluster.own else "; what was applied stays"
         console.print(f"Ctrl-C ends the demo {ends}.")
 
-    def _verdict(self, answer: Answer) -> int:
+    def _exit_status(self, answer: Answer) -> int:
         if self.answered:
             return 0
         expected = self._options.expected
-        wrong = f"the answer is {answer.text!r}, not {expected!r}" if expected else "no answer came"
+        wrong = (
+            f"the answer is {answer.text!r}, not {expected!r}" if expected else "it has no answer"
+        )
         raise LocalError(f"The service is Ready, but {wrong}.", "")
 
 
 async def remaining_pods(access: Access) -> list[Manifest]:
-    """The pods of the operator and of the quickstart that are not being deleted."""
+    """Return the pods of the operator and of the quickstart that are not being deleted."""
     return [
         pod
         for namespace in (names.OPERATOR_NAMESPACE, NAMESPACE)
@@ -232,22 +222,20 @@ async def remaining_pods(access: Access) -> list[Manifest]:
 
 
 async def diagnosis(cluster: Cluster, access: Access) -> str:
-    """The end of the log of each pod that is not Ready."""
+    """Return the end of the log of each pod that is not Ready."""
     lines = []
     for pod in await remaining_pods(access):
         if (state := pod_state(pod)) != "Ready":
-            where = pod["metadata"]
-            lines.append(f"pod {where['name']}: {state}")
+            meta = pod["metadata"]
+            lines.append(f"pod {meta['name']}: {state}")
             with contextlib.suppress(LocalError):
-                log = await cluster.run(
-                    "logs", "-n", where["namespace"], where["name"], "--tail=15"
-                )
+                log = await cluster.run("logs", "-n", meta["namespace"], meta["name"], "--tail=15")
                 lines += [f"    {line}" for line in log.splitlines()]
     return "\n".join(lines)
 
 
 async def gateways(access: Access) -> Candidates | None:
-    """The gateway pods of the quickstart, or None if the cluster does not answer."""
+    """Return the gateway pods of the quickstart; None if the cluster does not answer."""
     labels = {names.LABEL_SERVICE: SERVICE, names.LABEL_ROLE: names.Role.GATEWAY.value}
     try:
         pods = await access.cluster.list(POD, NAMESPACE, labels)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from vlm_cli.output import CliError
@@ -19,41 +19,33 @@ class Reporter:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._began = time.monotonic()
-        self._said: dict[str, str] = {}
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._began
+        self._start = time.monotonic()
+        self._states: dict[str, str] = {}
 
     def say(self, line: str) -> None:
         """Print a line with its time."""
-        self.console.print(Text(f"{self.elapsed:6.1f} s  ", style="dim") + Text(line))
-
-    def show(self, thing: RenderableType) -> None:
-        """Print something as it is."""
-        self.console.print(thing)
+        elapsed = time.monotonic() - self._start
+        self.console.print(Text(f"{elapsed:6.1f} s  ", style="dim") + Text(line))
 
     def piece(self, text: str) -> None:
-        """Print a piece of an answer, as it comes."""
+        """Print a part of an answer without a line break."""
         self.console.file.write(text)
         self.console.file.flush()
 
     def state(self, name: str, state: str) -> None:
-        """Print the state of a thing if it is another than before."""
-        if self._said.get(name) != state:
-            self._said[name] = state
+        """Print the state of an object if it has changed."""
+        if self._states.get(name) != state:
+            self._states[name] = state
             self.say(f"{name}: {state}")
 
     def fail(self, error: LocalError | CliError) -> None:
-        """Print what went wrong and what to do."""
         self.console.print(Text(f"error: {error.problem}", style="red"))
         if error.remedy:
             self.console.print(Text(f"  {error.remedy}"))
 
 
 def pod_state(pod: Manifest) -> str:
-    """Say in a few words how a pod is, and if it is stuck, why."""
+    """Return the state of a pod in a few words, with the reason if it is blocked."""
     status = pod.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions") or []}
     if conditions.get("Ready", {}).get("status") == "True":
@@ -71,7 +63,7 @@ def pod_state(pod: Manifest) -> str:
 
 
 def service_state(service: Manifest) -> tuple[bool, str]:
-    """Return whether a VLMService is Ready, and what it says of itself."""
+    """Return whether a VLMService is Ready, and its state as one line."""
     generation = service["metadata"]["generation"]
     status = service.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions") or []}

@@ -31,7 +31,7 @@ def test_an_image_or_a_question_of_ones_own_has_no_known_answer(tmp_path):
     assert DemoOptions().expected == "blue triangle"
     assert DemoOptions(question="How many?").expected is None
     own = DemoOptions(image=tmp_path)
-    assert (own.expected, own.asked) == (None, "Describe the image.")
+    assert (own.expected, own.prompt) == (None, "Describe the image.")
 
 
 def test_a_port_that_was_not_asked_for_gives_way():
