@@ -49,15 +49,15 @@ def find_binaries(
         ToolMissingError: Go is needed, and is missing or older than 1.24.
         BuildError: the build failed; the message says if the network was the reason.
     """
-    found = _from_assets(settings.assets)
-    if len(found) == len(PACKAGES):
-        return found
+    assets = _from_assets(settings.assets)
+    if len(assets) == len(PACKAGES):
+        return assets
     folder = settings.cache / "controlplane" / cache_key(module)
     if problem := damage(folder):
         with _lock(settings.cache / "controlplane.lock", progress=progress):
-            if problem := damage(folder):  # another process may have built it meanwhile
+            if problem := damage(folder):  # if not, another process has built it meanwhile
                 _build_into(folder, module, settings.environment, problem, progress)
-    return {name: folder / name for name in PACKAGES} | found
+    return {name: folder / name for name in PACKAGES} | assets
 
 
 def is_built(settings: LocalSettings, *, module: Path = MODULE) -> bool:
@@ -107,8 +107,8 @@ def check_go(environment: Mapping[str, str]) -> str:
     )
     version = re.search(r"(\d+)\.(\d+)", answer.stdout)
     if version is None or (int(version[1]), int(version[2])) < GO_MINIMUM:
-        said = answer.stdout.strip() or answer.stderr.strip() or "nothing"
-        raise ToolMissingError(f"Go 1.24 or newer is needed; {go} says {said}.", GO_REMEDY)
+        output = answer.stdout.strip() or answer.stderr.strip() or "nothing"
+        raise ToolMissingError(f"Go 1.24 or newer is needed; {go} says {output}.", GO_REMEDY)
     return go
 
 
@@ -148,7 +148,7 @@ def _go_build(
     env = dict(environment) | {"CGO_ENABLED": "0"}
     command = [go, "build", "-v", "-trimpath", "-mod=readonly", "-buildvcs=false"]
     command += ["-ldflags", ldflags(), "-o", f"{out}/", *PACKAGES.values()]
-    started = told = time.monotonic()
+    start = reported = time.monotonic()
     compiled = 0
     tail: list[str] = []
     with subprocess.Popen(  # noqa: S603
@@ -158,12 +158,12 @@ def _go_build(
         for line in build.stderr:
             tail = [*tail[-20:], line.rstrip()]
             compiled += not line.startswith("go: ")
-            if (now := time.monotonic()) - told >= 5:
-                told = now
-                progress(f"  {now - started:4.0f} s  {compiled:4} packages  {line.strip()}")
+            if (now := time.monotonic()) - reported >= 5:
+                reported = now
+                progress(f"  {now - start:4.0f} s  {compiled:4} packages  {line.strip()}")
     if build.returncode:
         raise BuildError(*_explain("\n".join(tail)))
-    progress(f"  control plane built in {time.monotonic() - started:.0f} s")
+    progress(f"  control plane built in {time.monotonic() - start:.0f} s")
 
 
 def _explain(output: str) -> tuple[str, str]:
@@ -196,7 +196,7 @@ def ldflags() -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path, *, progress: Progress) -> Iterator[None]:
-    """Let one process at a time build; the kernel releases the lock if its holder ends."""
+    """Let one process at a time build; the kernel releases the lock of an ended process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:

@@ -1,6 +1,7 @@
-"""A small client of the Kubernetes API: JSON over HTTPS, for the local cluster.
+"""A client of the Kubernetes API for the agent and the control plane: paths and dicts.
 
-Paths are those of the API (`/api/v1/namespaces/default/pods`); objects are dicts.
+It has what a kubelet needs and `vlm_operator.kube` does not: subresources, field selectors,
+strategic merge, and watches without an end.
 """
 
 import asyncio
@@ -20,14 +21,13 @@ import yaml
 Object = dict[str, Any]
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
-APPLY = "application/apply-patch+yaml"
 
 
 class ApiError(Exception):
     """The API server's answer was not a success.
 
     Attributes:
-        status: The HTTP status; 0 if the server is unreachable.
+        status: the HTTP status; 0 if the server is unreachable.
         reason: `reason` of the Status object, such as `NotFound`.
     """
 
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Address of a cluster and credentials for it; certificates and keys are PEM texts."""
+    """Address of a cluster, and credentials; certificates and keys are PEM texts."""
 
     server: str
     ca: str | None
@@ -51,12 +51,8 @@ class Access:
     def write(self, kubeconfig: Path) -> Path:
         """Write a kubeconfig of mode 0600 that refers to no other file."""
         user = {"token": self.token} if self.token else {}
-        for name, text in (("client-certificate", self.certificate), ("client-key", self.key)):
-            if text:
-                user[f"{name}-data"] = base64.b64encode(text.encode()).decode()
-        cluster = {"server": self.server}
-        if self.ca:
-            cluster["certificate-authority-data"] = base64.b64encode(self.ca.encode()).decode()
+        user |= _encoded({"client-certificate": self.certificate, "client-key": self.key})
+        cluster = {"server": self.server} | _encoded({"certificate-authority": self.ca})
         context = {"cluster": "triptych", "user": "triptych", "namespace": self.namespace}
         config = {
             "apiVersion": "v1",
@@ -112,7 +108,7 @@ class Client:
         return await self.request("POST", path, body=body)
 
     async def patch(self, path: str, body: Object, *, kind: str = MERGE, **params: str) -> Object:
-        """Patch an object; `kind` is `MERGE`, `STRATEGIC` or `APPLY`."""
+        """Patch an object; `kind` is `MERGE` or `STRATEGIC`."""
         return await self.request("PATCH", path, body=body, kind=kind, params=params)
 
     async def delete(self, path: str, body: Object | None = None) -> Object:
@@ -136,16 +132,14 @@ class Client:
         assert self._http is not None
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": kind} if data else {}
-        try:
+        with _as_api_error(f"{method} {path}"):
             async with self._http.request(
                 method, self.access.server + path, data=data, params=params, headers=headers
             ) as answer:
-                return _accept(answer.status, await answer.read())
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiError(0, "Unreachable", f"{method} {path}: {error}") from error
+                return _parse(answer.status, await answer.read())
 
     async def text(self, path: str, **params: str) -> str:
-        """Read something that is not JSON, such as `/readyz` or a pod's log."""
+        """Read a text that is not JSON, such as `/readyz` or a pod's log."""
         assert self._http is not None
         async with self._http.get(self.access.server + path, params=params) as answer:
             body = await answer.text()
@@ -154,10 +148,10 @@ class Client:
             return body
 
     async def watch(self, path: str, **params: str) -> AsyncIterator[tuple[str, Object]]:
-        """List a collection and yield its changes, without end.
+        """List a collection and yield its changes, without an end.
 
         Yields `("SYNC", list)` at the start and after 410 Gone, then
-        `("ADDED" | "MODIFIED" | "DELETED", object)`. A lost connection is resumed.
+        `("ADDED" | "MODIFIED" | "DELETED", object)`. A lost connection is opened again.
 
         Raises:
             ApiError: the API server answers 401, 403 or 404.
@@ -169,10 +163,10 @@ class Client:
                     listed = await self.get(path, **params)
                     version = listed["metadata"]["resourceVersion"]
                     yield "SYNC", listed
-                async for event, thing in self._changes(path, params, version):
-                    version = thing["metadata"]["resourceVersion"]
+                async for event, item in self._changes(path, params, version):
+                    version = item["metadata"]["resourceVersion"]
                     if event != "BOOKMARK":
-                        yield event, thing
+                        yield event, item
             except ApiError as error:
                 if error.status in (401, 403, 404):
                     raise
@@ -185,12 +179,12 @@ class Client:
         assert self._http is not None
         query = {**params, "watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=600)
-        with _as_api_error(path):
+        with _as_api_error(f"watch {path}"):
             async with self._http.get(
                 self.access.server + path, params=query, timeout=timeout
             ) as answer:
                 if answer.status >= 400:
-                    _accept(answer.status, await answer.read())
+                    _parse(answer.status, await answer.read())
                 buffer = b""
                 async for chunk in answer.content.iter_any():
                     *lines, buffer = (buffer + chunk).split(b"\n")
@@ -202,15 +196,24 @@ class Client:
                         yield change["type"], change["object"]
 
 
+def _encoded(texts: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the texts that exist, in base64, by the names of a kubeconfig."""
+    return {
+        f"{name}-data": base64.b64encode(text.encode()).decode()
+        for name, text in texts.items()
+        if text
+    }
+
+
 @contextlib.contextmanager
-def _as_api_error(path: str) -> Any:
+def _as_api_error(call: str) -> Any:
     try:
         yield
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ApiError(0, "Unreachable", f"watch {path}: {error}") from error
+        raise ApiError(0, "Unreachable", f"{call}: {error}") from error
 
 
-def _accept(status: int, body: bytes) -> Object:
+def _parse(status: int, body: bytes) -> Object:
     try:
         answer: Object = json.loads(body)
     except ValueError:

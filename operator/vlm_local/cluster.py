@@ -26,13 +26,10 @@ IMAGES: Mapping[str, Sequence[str]] = {
 
 
 class NodeAgent:
-    """The agent as a process beside a control plane; an async context manager.
+    """The agent as a process beside a started control plane; an async context manager.
 
     Args:
-        control_plane: a started control plane.
-        node_types: nodes to register.
         images: command of each image name.
-        backoff: pauses between restarts of containers.
         settings: None means those of the environment.
         name: identifies the agent among those of the same control plane.
     """
@@ -115,17 +112,17 @@ class NodeAgent:
             self._child = None
 
     async def _wait_until_ready(self) -> None:
-        wanted = set(self.nodes)
         child = self._child
         assert child is not None
 
         async def all_ready() -> bool:
             child.require_running()
             nodes = (await api.get("/api/v1/nodes"))["items"]
-            return wanted <= {node["metadata"]["name"] for node in nodes if _takes_pods(node)}
+            ready = {node["metadata"]["name"] for node in nodes if _accepts_pods(node)}
+            return ready.issuperset(self.nodes)
 
         async with self._control_plane.client() as api:
-            awaited = f"nodes {', '.join(sorted(wanted))} to be Ready"
+            awaited = f"nodes {', '.join(sorted(self.nodes))} to be Ready"
             try:
                 await until(all_ready, seconds=NODES_READY_SECONDS, awaited=awaited)
             except TimeoutError as error:
@@ -135,11 +132,11 @@ class NodeAgent:
 def container_environment(inherited: Mapping[str, str], server: str) -> dict[str, str]:
     """Return the environment of every container: PATH, locale, and the API server's address."""
     host, _, port = server.removeprefix("https://").rpartition(":")
-    kept = {name: inherited[name] for name in ("HOME", "LANG", "TZ") if name in inherited}
+    passed = {name: inherited[name] for name in ("HOME", "LANG", "TZ") if name in inherited}
     path = f"{Path(INTERPRETER).parent}:{inherited.get('PATH', '/usr/local/bin:/usr/bin:/bin')}"
     return {
         "LANG": "C.UTF-8",
-        **kept,
+        **passed,
         "PATH": path,
         "KUBERNETES_SERVICE_HOST": host,
         "KUBERNETES_SERVICE_PORT": port,
@@ -148,7 +145,7 @@ def container_environment(inherited: Mapping[str, str], server: str) -> dict[str
     }
 
 
-def _takes_pods(node: Mapping[str, Any]) -> bool:
-    """Whether pods can be bound to a node: it is Ready, and has no taint not-ready."""
+def _accepts_pods(node: Mapping[str, Any]) -> bool:
+    """Whether pods can be bound to a node: it is Ready, without the taint `not-ready`."""
     taints = {taint["key"] for taint in node["spec"].get("taints") or []}
     return is_ready(node) and "node.kubernetes.io/not-ready" not in taints

@@ -27,8 +27,6 @@ from .waiting import until
 READY_SECONDS = 60
 STOP_SECONDS = 5
 ATTEMPTS = 3
-
-
 CRD_TRIES = 50
 WAIT_FOR_CRDS = ("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
 
@@ -39,9 +37,8 @@ def await_crds(kubectl: Callable[..., object], *, failure: type[Exception]) -> N
     `kubectl wait` fails at once for a CRD without conditions, so it is retried.
 
     Args:
-        kubectl: runs kubectl with the given arguments.
-        failure: exception that `kubectl` raises. This function raises it if a CRD is not
-            established in time.
+        kubectl: runs kubectl with these arguments.
+        failure: what `kubectl` raises, and this function if a CRD is not established in time.
     """
     for _ in range(CRD_TRIES - 1):
         with contextlib.suppress(failure):
@@ -53,11 +50,9 @@ def await_crds(kubectl: Callable[..., object], *, failure: type[Exception]) -> N
 class ControlPlane:
     """One cluster without nodes; an async context manager, or `start` and `stop`.
 
-    Its folder (mode 0700) has keys, data and logs. `stop` removes it, unless the caller gave it.
-
     Args:
         settings: None means those of the environment.
-        folder: folder for all files; None means a temporary one.
+        folder: folder (mode 0700) for keys, data and logs; None means one that `stop` removes.
         port: port of the API server; 0 means any free port.
         address: address of the API server; not loopback if pods have network namespaces.
         progress: gets one line about each step.
@@ -73,11 +68,11 @@ class ControlPlane:
         progress: build.Progress = lambda _: None,
     ) -> None:
         self._settings = settings or LocalSettings.read()
-        self._given = folder
+        self._permanent_folder = folder
         self._progress = progress
         self._children: list[Child] = []
         self._address = address
-        self._asked_port = port
+        self._requested_port = port
         self._port = 0
         self._access: Access | None = None
         self.folder = Path()
@@ -99,16 +94,15 @@ class ControlPlane:
         return self.folder / "audit.log"
 
     def audited(self, *, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Read the audit log from byte `since`; an incomplete last line is left for later.
+        """Return the requests in the audit log from byte `since`, and the offset after them.
 
-        Returns:
-            The requests of complete lines, and the offset of the first byte after them.
+        An incomplete last line is not read.
         """
         with self.audit_log.open("rb") as log:
             log.seek(since)
             text = log.read()
-        whole = text.rfind(b"\n") + 1
-        return [json.loads(line) for line in text[:whole].splitlines()], since + whole
+        end = text.rfind(b"\n") + 1
+        return [json.loads(line) for line in text[:end].splitlines()], since + end
 
     @property
     def server(self) -> str:
@@ -137,11 +131,7 @@ class ControlPlane:
         )
 
     def await_crds(self) -> None:
-        """Wait until every CRD is established.
-
-        Raises:
-            subprocess.CalledProcessError: One is not established in time; `stderr` says why.
-        """
+        """See the function `await_crds`."""
         await_crds(self.kubectl, failure=subprocess.CalledProcessError)
 
     async def __aenter__(self) -> "ControlPlane":
@@ -158,21 +148,21 @@ class ControlPlane:
             LocalError: a program is missing, a build or a process failed, or the port is in use.
         """
         self.binaries = build.find_binaries(self._settings, progress=self._progress)
-        self.folder = self._given or Path(tempfile.mkdtemp(prefix="triptych-"))
+        self.folder = self._permanent_folder or Path(tempfile.mkdtemp(prefix="triptych-"))
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        started = time.monotonic()
+        start = time.monotonic()
         try:
             await self._start_on_free_ports()
         except BaseException:
             self.stop()
             raise
-        elapsed = time.monotonic() - started
+        elapsed = time.monotonic() - start
         self._progress(f"control plane {build.KUBERNETES_VERSION}: ready after {elapsed:.1f} s")
 
     def stop(self) -> None:
-        """Stop the processes in reverse order; remove the folder unless the caller gave it."""
+        """Stop the processes in reverse order; remove the folder if it is temporary."""
         self._stop_processes()
-        if self._given is None and self.folder != Path():
+        if self._permanent_folder is None and self.folder != Path():
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _stop_processes(self) -> None:
@@ -182,8 +172,8 @@ class ControlPlane:
 
     async def _start_on_free_ports(self) -> None:
         """Start the processes; if a port is in use by then, retry with other ports."""
-        if self._asked_port:
-            _require_free(self._address, self._asked_port)
+        if self._requested_port:
+            _require_free(self._address, self._requested_port)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 await self._start_processes()
@@ -197,7 +187,7 @@ class ControlPlane:
 
     async def _start_processes(self) -> None:
         etcd_port, peer_port, free_port = free_ports(3)
-        self._port = self._asked_port or free_port
+        self._port = self._requested_port or free_port
         authority = self.authority()
         identities = flags.issue(authority, self._address)
         etcd = f"http://127.0.0.1:{etcd_port}"
@@ -246,23 +236,23 @@ class ControlPlane:
             await self._until(lambda: api.get(path), "the controllers to run")
 
     async def _until(self, ask: Callable[[], Awaitable[object]], awaited: str) -> None:
-        refusal = "no answer"
+        problem = "no answer"
 
         async def answered() -> bool:
-            nonlocal refusal
+            nonlocal problem
             for child in self._children:
                 child.require_running()
             try:
                 await ask()
             except (ApiError, OSError) as error:
-                refusal = str(error)
+                problem = str(error)
                 return False
             return True
 
         try:
             await until(answered, seconds=READY_SECONDS, awaited=awaited)
         except TimeoutError as error:
-            raise StartError(f"{error} ({refusal})", f"The logs are in {self.folder}.") from error
+            raise StartError(f"{error} ({problem})", f"The logs are in {self.folder}.") from error
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,10 +9,9 @@ LocalError
 
 
 class LocalError(Exception):
-    """The local cluster cannot do what the user asked for.
+    """The local cluster cannot do what the user wants.
 
     Attributes:
-        problem: what is wrong.
         remedy: one command or sentence for the user; "" if there is none.
     """
 

@@ -65,12 +65,12 @@ def etcd(folder: Path, client: str, peer: str) -> list[str]:
     ]
 
 
-def apiserver(folder: Path, etcd: str, address: str, port: int, who: Identities) -> list[str]:
+def apiserver(folder: Path, etcd: str, address: str, port: int, certs: Identities) -> list[str]:
     """Return the flags of kube-apiserver at `address`; `folder` has the audit policy.
 
-    If it is not a loopback address, it becomes the endpoint of the Service `kubernetes`.
+    An address that is not loopback becomes the endpoint of the Service `kubernetes`.
     """
-    kubelet = who.clients[KUBELET_CLIENT]
+    kubelet = certs.clients[KUBELET_CLIENT]
     reconciler = "none" if address == LOOPBACK else "lease"
     return [
         f"--etcd-servers={etcd}",
@@ -78,15 +78,15 @@ def apiserver(folder: Path, etcd: str, address: str, port: int, who: Identities)
         f"--bind-address={address}",
         f"--advertise-address={address}",
         f"--endpoint-reconciler-type={reconciler}",
-        f"--tls-cert-file={who.server.certificate}",
-        f"--tls-private-key-file={who.server.key}",
-        f"--client-ca-file={who.ca.certificate}",
-        f"--service-account-key-file={who.signing.certificate}",
-        f"--service-account-signing-key-file={who.signing.key}",
+        f"--tls-cert-file={certs.server.certificate}",
+        f"--tls-private-key-file={certs.server.key}",
+        f"--client-ca-file={certs.ca.certificate}",
+        f"--service-account-key-file={certs.signing.certificate}",
+        f"--service-account-signing-key-file={certs.signing.key}",
         "--service-account-issuer=https://kubernetes.default.svc",
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
-        f"--kubelet-certificate-authority={who.ca.certificate}",
+        f"--kubelet-certificate-authority={certs.ca.certificate}",
         f"--kubelet-client-certificate={kubelet.certificate}",
         f"--kubelet-client-key={kubelet.key}",
         "--kubelet-preferred-address-types=InternalIP",
@@ -96,13 +96,13 @@ def apiserver(folder: Path, etcd: str, address: str, port: int, who: Identities)
     ]
 
 
-def controller_manager(folder: Path, address: str, who: Identities) -> list[str]:
+def controller_manager(folder: Path, address: str, certs: Identities) -> list[str]:
     """Return the flags of kube-controller-manager, for an API server at `address`."""
     controllers = ["*", "-node-ipam-controller", *(_OF_ENDPOINTS if address == LOOPBACK else [])]
     return [
         f"--kubeconfig={folder / 'controller-manager.kubeconfig'}",
-        f"--service-account-private-key-file={who.signing.key}",
-        f"--root-ca-file={who.ca.certificate}",
+        f"--service-account-private-key-file={certs.signing.key}",
+        f"--root-ca-file={certs.ca.certificate}",
         "--use-service-account-credentials",
         "--leader-elect=false",
         f"--controllers={','.join(controllers)}",

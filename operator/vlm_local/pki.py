@@ -36,7 +36,7 @@ class Authority:
 
     @property
     def certificate(self) -> str:
-        """The CA's certificate, PEM."""
+        """The CA's certificate as PEM."""
         return self.ca.certificate.read_text()
 
     def issue(
@@ -45,7 +45,7 @@ class Authority:
         """Return a certificate for `user`, valid as a client, and as a server on `addresses`.
 
         Args:
-            user: The common name, such as `system:node:gpu-compute`.
+            user: the common name, such as `system:node:gpu-compute`.
             groups: Kubernetes groups, such as `system:nodes`.
             addresses: IPs and host names of the server.
         """
@@ -83,8 +83,9 @@ class Authority:
             check=False,
         )
         if answer.returncode:
-            said = answer.stderr.strip()
-            raise StartError(f"openssl {arguments[0]} failed: {said}", "OpenSSL ≥ 1.1.1 is needed.")
+            output = answer.stderr.strip()
+            remedy = "OpenSSL ≥ 1.1.1 is needed."
+            raise StartError(f"openssl {arguments[0]} failed: {output}", remedy)
 
 
 def find_openssl(environment: Mapping[str, str]) -> str:

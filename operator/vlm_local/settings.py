@@ -13,9 +13,9 @@ class LocalSettings:
     """Folders and environment of this machine.
 
     Attributes:
-        cache: Folder of built control planes; `$XDG_CACHE_HOME/triptych`, else `~/.cache/triptych`.
-        assets: `$KUBEBUILDER_ASSETS`, a folder with ready-made binaries, or None.
-        environment: The environment that started processes inherit.
+        cache: folder of built control planes: `$XDG_CACHE_HOME/triptych` or `~/.cache/triptych`.
+        assets: `$KUBEBUILDER_ASSETS`, a folder with binaries; or None.
+        environment: of the processes that we start.
     """
 
     cache: Path
@@ -24,7 +24,6 @@ class LocalSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> "LocalSettings":
-        """Read `environment`, by default that of this process."""
         env = dict(os.environ if environment is None else environment)  # noqa: TID251
         cache = Path(env.get("XDG_CACHE_HOME") or _home(env) / ".cache")
         assets = env.get("KUBEBUILDER_ASSETS")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from .errors import LocalError, StartError
 
-# Run by a bare interpreter (15 ms) before the program, so that no code runs in a forked child.
+# A bare interpreter (15 ms) runs this before the program, so that no code runs in a forked child.
 _TIE = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)            # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() != int(sys.argv[1]):     # the parent ended in between
+if os.getppid() != int(sys.argv[1]):     # the parent has ended meanwhile
     os._exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
@@ -97,8 +97,8 @@ def output_of(
         check=False,
     )
     if check and answer.returncode:
-        words = " ".join([Path(command[0]).name, *map(str, command[1:])])
-        raise LocalError(f"{words} failed:\n{answer.stdout.strip()}", "")
+        line = " ".join([Path(command[0]).name, *map(str, command[1:])])
+        raise LocalError(f"{line} failed:\n{answer.stdout.strip()}", "")
     return answer.stdout
 
 

@@ -13,16 +13,14 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 class Formatter(logging.Formatter):
-    """Time, level, logger, message, then the fields given as `extra` and the traceback."""
+    """Time, level, logger, message, the fields of `extra`, and the traceback."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
-        """All but the traceback."""
-        fields = vars(record).items()
-        given = (f"{name}={value}" for name, value in fields if name not in _STANDARD)
-        return " ".join([super().formatMessage(record), *given])
+        extra = (f"{name}={value}" for name, value in vars(record).items() if name not in _STANDARD)
+        return " ".join([super().formatMessage(record), *extra])
 
 
 async def run(config: AgentConfig) -> None:

@@ -120,7 +120,7 @@ class Agent:
         pair = authority.issue(
             "triptych-nodes", addresses=[self._addresses.node(index) for index in real or [0]]
         )
-        sockets = [self._addresses.take_node_socket(index) for index in real]
+        sockets = [self._addresses.node_socket(index) for index in real]
         api = KubeletApi(self._find_pod)
         await stack.enter_async_context(api.serve(sockets, server_context(authority, pair)))
         for index, (node_type, name) in enumerate(wanted):
@@ -165,18 +165,16 @@ class Agent:
 
 
 class Addresses:
-    """Loopback addresses of one agent: a 127.x.0.0/16, claimed by listening in it.
+    """Loopback addresses of one agent: a 127.x.0.0/16 in which no other agent listens.
 
     127.x.0.n    node n, its kubelet API on port 10250          127.x.y.z    pods, y ≥ 1
-
-    Two agents on a machine never share a network.
     """
 
     def __init__(self) -> None:
         networks = random.sample(_NETWORKS, len(_NETWORKS))
         for network in networks:
             try:
-                self._claim = socket.create_server((f"127.{network}.0.1", KUBELET_PORT))
+                self._first_socket = socket.create_server((f"127.{network}.0.1", KUBELET_PORT))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
@@ -187,10 +185,10 @@ class Addresses:
         self._network = network
         self._pods = _cycle(network)
 
-    def take_node_socket(self, index: int) -> socket.socket:
+    def node_socket(self, index: int) -> socket.socket:
         """Return the listening socket of node `index`, counted from 0."""
         if index == 0:
-            return self._claim
+            return self._first_socket
         return socket.create_server((self.node(index), KUBELET_PORT))
 
     def node(self, index: int) -> str:

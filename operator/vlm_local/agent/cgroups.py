@@ -17,7 +17,7 @@ _V2 = {"memory": "memory.max", "cpu": "cpu.max"}
 
 
 class Cgroups:
-    """The cgroups of one agent. `problem` says why there are none, or is None."""
+    """The cgroups of one agent; `problem` is why there are none, or None."""
 
     def __init__(self, mount: Path = Path("/sys/fs/cgroup")) -> None:
         self.problem: str | None = None
@@ -42,7 +42,7 @@ class Cgroups:
     def create(
         self, name: str, *, memory_bytes: int | None, cpus: float | None
     ) -> "ContainerCgroup":
-        """Make the cgroup of one container. It limits CPU only after `limit_cpu`."""
+        """Create the cgroup of one container; it limits CPU only after `limit_cpu`."""
         folders = {controller: parent / name for controller, parent in self._parents.items()}
         for folder in folders.values():
             folder.mkdir(exist_ok=True)
@@ -58,8 +58,6 @@ class Cgroups:
 
 
 class ContainerCgroup:
-    """The limits of one container."""
-
     def __init__(self, folders: Mapping[str, Path], *, cpus: float | None, unified: bool) -> None:
         self._folders = folders
         self._cpus = cpus
@@ -79,14 +77,14 @@ class ContainerCgroup:
                 (folder / swap).write_text("0" if self._unified else str(number_of_bytes))
 
     def limit_cpu(self) -> None:
-        """Throttle the container from now on. Its start-up is not throttled."""
+        """Limit CPU from now on; callers do not limit the start-up."""
         if self._cpus is None:
             return
         quota = max(1000, round(self._cpus * PERIOD_MICROSECONDS))
         self._write("cpu", f"{quota} {PERIOD_MICROSECONDS}" if self._unified else str(quota))
 
     def num_oom_kills(self) -> int:
-        """The number of its processes that the kernel killed because memory ran out."""
+        """Return the number of its processes that the kernel killed because memory ran out."""
         folder = self._folders.get("memory")
         if folder is None:
             return 0
@@ -99,7 +97,6 @@ class ContainerCgroup:
         return 0
 
     def remove(self) -> None:
-        """Remove the cgroup of a container that has ended."""
         for folder in set(self._folders.values()):
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -110,9 +107,9 @@ class ContainerCgroup:
 
 
 def _sweep(top: Path) -> None:
-    """Remove cgroups of ended agents under `top`, except those that hold a process.
+    """Remove the cgroups of ended agents below `top` and its siblings, unless they have a process.
 
-    They may have run in another session, which has a cgroup beside this one's.
+    An agent of another session has its cgroup in a sibling.
     """
     for folder in (*top.glob(f"{_PREFIX}*"), *top.parent.glob(f"*/{_PREFIX}*")):
         if not Path("/proc", folder.name.removeprefix(_PREFIX)).exists():
@@ -120,29 +117,29 @@ def _sweep(top: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a cgroup and those in it, as far as they hold no process."""
+    """Remove a cgroup and those in it that have no process."""
     for one in (*folder.glob("*/"), folder):
         with contextlib.suppress(OSError):
             one.rmdir()
 
 
 def _own_cgroups() -> dict[str, str]:
-    """This process's cgroup by controller; the unified hierarchy has the empty name."""
-    found: dict[str, str] = {}
+    """Return this process's cgroup by controller; the unified hierarchy has the empty name."""
+    own: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        found |= dict.fromkeys(controllers.split(","), path)
-    return found
+        own |= dict.fromkeys(controllers.split(","), path)
+    return own
 
 
 def _existing(mount: Path, path: str) -> Path:
-    """The cgroup at `path`, or the top where a container sees a part of the tree alone."""
+    """Return the cgroup at `path`; in a container that sees only a part of the tree, its top."""
     folder = mount / path.lstrip("/")
     return folder if folder.is_dir() else mount
 
 
 def _make_v2(mount: Path, name: str) -> Path:
-    """A cgroup directly under the top: cgroups with processes of their own have no children."""
+    """Create a cgroup directly below the top: a cgroup with processes cannot have children."""
     _sweep(mount)
     parent = mount / name
     parent.mkdir(exist_ok=True)

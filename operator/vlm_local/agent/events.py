@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes events of one node. If an event cannot be written, it is logged and dropped."""
+    """Writes events of one node; an event that cannot be written is logged and dropped."""
 
     def __init__(self, client: Client, node: str) -> None:
         self._client = client
@@ -23,7 +23,7 @@ class Recorder:
     async def record(
         self, pod: Mapping[str, Any], reason: str, message: str, *, warning: bool = False
     ) -> None:
-        """Write an event about `pod`, or raise the count of an equal one."""
+        """Write an event about `pod`, or increment the count of an equal one."""
         metadata = pod["metadata"]
         seed = "\n".join([metadata["uid"], reason, message])
         name = f"{metadata['name']}.{hashlib.sha256(seed.encode()).hexdigest()[:16]}"

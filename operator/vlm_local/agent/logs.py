@@ -29,7 +29,7 @@ class LogOptions:
         """Read the query of `/containerLogs`.
 
         Raises:
-            ValueError: A number or a time is not one.
+            ValueError: a number or a time cannot be parsed.
         """
         since = None
         if "sinceSeconds" in query:
@@ -46,7 +46,7 @@ class LogOptions:
 
 
 class ContainerLog:
-    """The output of one run of a container. Only `pump` writes it."""
+    """The output of one run of a container; only `pump` writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,14 +55,14 @@ class ContainerLog:
         path.touch()
 
     async def pump(self, output: asyncio.StreamReader) -> None:
-        """Write the output to the log until it ends. Long lines are split.
+        """Write the output to the log until it ends; split long lines.
 
-        If the disk is full, the log ends. The output is still read, so the container never blocks.
+        If the disk is full, the log ends, but the output is still read: the container never blocks.
         """
         try:
             await self._write(output)
         except OSError as error:
-            logger.warning("log cut", extra={"path": self.path, "error": str(error)})
+            logger.warning("log truncated", extra={"path": self.path, "error": str(error)})
             while await output.read(READ_BYTES):
                 pass
         self._ended.set()
@@ -80,18 +80,18 @@ class ContainerLog:
                 file.write(b"%s %s\n" % (_stamp(), rest))
 
     def last_lines(self, count: int) -> str:
-        """Return the last lines without their times."""
-        return "".join(_shown(line, timestamps=False) for line in deque(self._lines(), count))
+        """Return the last lines, without times."""
+        return "".join(_formatted(line, timestamps=False) for line in deque(self._lines(), count))
 
     async def read(self, options: LogOptions) -> AsyncIterator[bytes]:
         """Yield the requested lines; with `follow`, also new lines until the container ends."""
-        left = options.limit_bytes
+        remaining = options.limit_bytes
         async for line in self._selected(options):
-            shown = _shown(line, timestamps=options.timestamps).encode()
-            if left is not None:
-                shown, left = shown[:left], left - len(shown)
-            yield shown
-            if left is not None and left <= 0:
+            text = _formatted(line, timestamps=options.timestamps).encode()
+            if remaining is not None:
+                text, remaining = text[:remaining], remaining - len(text)
+            yield text
+            if remaining is not None and remaining <= 0:
                 return
 
     async def _selected(self, options: LogOptions) -> AsyncIterator[bytes]:
@@ -103,9 +103,7 @@ class ContainerLog:
                 yield line
             ended = not options.follow
             while not ended:
-                ended = (
-                    self._ended.is_set()
-                )  # checked before reading, so that all output written before the end is read
+                ended = self._ended.is_set()  # before the read, so that no last output is missed
                 for line in file:
                     yield line
                 if not ended:
@@ -122,7 +120,7 @@ def _since(lines: Iterable[bytes], moment: datetime | None) -> Iterable[bytes]:
             yield line
 
 
-def _shown(line: bytes, *, timestamps: bool) -> str:
+def _formatted(line: bytes, *, timestamps: bool) -> str:
     text = line if timestamps else line.split(b" ", 1)[1]
     return text.decode(errors="replace")
 

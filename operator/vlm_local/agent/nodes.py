@@ -16,14 +16,10 @@ class NodeType:
     """A type of node and the number of its nodes.
 
     Attributes:
-        name: Of the type; the nodes are called `<name>-0`, `<name>-1`, …, a single one `<name>`.
-        cpu: Kubernetes quantity of cores.
-        memory: Kubernetes quantity of memory.
-        count: How many nodes.
-        labels: Added to those that every node has.
-        taints: Kubernetes taints.
-        extended: Extended resources, such as `{"nvidia.com/gpu": 4}`. No device exists.
-        status_only: A script writes the status of its pods; no process runs.
+        name: of the type; the nodes are `<name>-0`, `<name>-1`, …, a single one is `<name>`.
+        labels: additional labels of each node.
+        extended: extended resources, such as `{"nvidia.com/gpu": 4}`; no device exists.
+        status_only: whether a script writes the status of its pods, and no process runs.
     """
 
     name: str
@@ -42,7 +38,7 @@ class NodeType:
         return [f"{self.name}-{index}" for index in range(self.count)]
 
 
-# Generous numbers: only the scheduler uses them. The real limit is this machine.
+# The numbers are large: only the scheduler uses them. The real limit is this machine.
 DEMO_NODE_TYPES = (
     NodeType("cpu-large"),
     NodeType("gpu-compute", extended={"nvidia.com/gpu": 4}),
@@ -76,13 +72,8 @@ def node_status(
 ) -> dict[str, Any]:
     """Return the status of a healthy node, with its resources.
 
-    Args:
-        node_type: Type of the node.
-        address: Address of its kubelet API.
-        port: Port of its kubelet API.
-        now: The heartbeat, RFC 3339.
-        transition: Time of the last change, RFC 3339.
-        version: Version of Kubernetes for `kubectl get nodes`.
+    `address` and `port` are those of its kubelet API. `now`, the heartbeat, and `transition`, the
+    last change, are times of RFC 3339.
     """
     resources = {
         "cpu": node_type.cpu,
@@ -124,7 +115,7 @@ def _condition(kind: str, status: str, reason: str, now: str, transition: str) -
 
 
 def _architecture() -> str:
-    """Return this machine's architecture by the name that Go and Kubernetes use."""
+    """Return this machine's architecture, as Go and Kubernetes name it."""
     machine = platform.machine()
     return {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)
 

@@ -29,7 +29,6 @@ class Thresholds:
 
     @classmethod
     def of(cls, probe: Mapping[str, Any]) -> "Thresholds":
-        """Read the thresholds of a Probe."""
         return cls(
             initial_delay_seconds=probe.get("initialDelaySeconds", 0),
             period_seconds=probe.get("periodSeconds", 10),
@@ -41,7 +40,7 @@ class Thresholds:
 
 @dataclasses.dataclass
 class Tally:
-    """Counts equal answers in a row. The verdict is None until a threshold is crossed."""
+    """Counts equal answers in a row; the verdict is None until a threshold is crossed."""
 
     thresholds: Thresholds
     verdict: bool | None = None
@@ -49,7 +48,7 @@ class Tally:
     _in_a_row: int = 0
 
     def count(self, answer: bool) -> bool | None:
-        """Take one answer; return the verdict."""
+        """Count one answer; return the verdict."""
         self._in_a_row = self._in_a_row + 1 if answer == self._last else 1
         self._last = answer
         needed = self.thresholds.num_successes if answer else self.thresholds.num_failures
@@ -60,8 +59,6 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to one probe."""
-
     healthy: bool
     message: str = ""
 
@@ -103,7 +100,7 @@ class Prober:
             return Answer(False, str(error) or type(error).__name__)
 
     async def http_get(self, action: Mapping[str, Any]) -> Answer:
-        """Request a page. Lifecycle hooks use this too."""
+        """Send a GET request; lifecycle hooks use it, too."""
         host, port = action.get("host") or self._ip, self._port(action["port"])
         scheme = action.get("scheme", "HTTP").lower()
         headers = {"User-Agent": "kube-probe/1.34", "Accept": "*/*"}
@@ -160,7 +157,7 @@ async def watch(
 
 
 async def first_verdict(prober: Prober, probe: Mapping[str, Any], *, wanted: bool | None) -> bool:
-    """Probe until there is a verdict, or until it is `wanted`; return it."""
+    """Probe until the verdict is `wanted`, or until there is one if that is None; return it."""
     verdicts: asyncio.Queue[bool] = asyncio.Queue()
 
     def on_verdict(verdict: bool | None, _: Answer) -> None:

@@ -19,7 +19,7 @@ KILLED = 128 + signal.SIGKILL
 
 
 class StartFailedError(Exception):
-    """The process could not be started. The message is that of the kernel."""
+    """The process could not be started; the message is the kernel's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Bind:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """Everything needed to start a process."""
+    """What is needed to start a process; `user` is its uid and gid, None for root."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -56,7 +56,7 @@ class ProcessSpec:
 
 
 class Process:
-    """A container that was started. It and all that it starts end with this process."""
+    """A started container; it and its descendants end with this process."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Process:
         """Start it and return when its program runs.
 
         Raises:
-            StartFailedError: no such program, no such folder, or a mount failed.
+            StartFailedError: there is no such program or folder, or a mount failed.
             OSError: this machine refused a file, a descriptor or a process.
         """
         spec.stage.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class Process:
         raise StartFailedError(answer["error"])
 
     async def wait(self) -> int:
-        """Wait for the end of it and its log; return the exit code, 128 + number for a signal."""
+        """Wait for its end and that of its log; return the exit code, 128 + number for a signal."""
         code = await self._launcher.wait()
         await asyncio.shield(self._pumping)
         return code if code >= 0 else KILLED
@@ -120,7 +120,7 @@ class Process:
         return False
 
     def signal(self, number: int) -> None:
-        """Send a signal. Does nothing if the process has ended."""
+        """Send a signal; do nothing if the process has ended."""
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
@@ -164,7 +164,7 @@ class Process:
 
 
 def no_identities() -> str:
-    """Return why containers cannot have a uid of their own here; "" if they can."""
+    """Return why containers cannot have their own uid on this machine; "" if they can."""
     done = subprocess.run(  # noqa: S603
         _interpreter("--check-user"), capture_output=True, text=True, check=False
     )

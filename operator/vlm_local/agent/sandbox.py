@@ -1,15 +1,15 @@
 """Starts one container; a script for a bare interpreter: `python -I -S sandbox.py SPEC`.
 
     agent ─▶ launcher ─fork▶ process 1 of a pid namespace, in its own mount namespace ─exec▶ argv
-              │ reports {"pid": …} or {"error": …}, holds the pid until the agent hangs up,
+              │ reports {"pid": …} or {"error": …}, keeps the pid until the agent closes the socket,
               │ waits, ends with the container's exit code
               └ each is killed with its parent, and a namespace with its process 1
 
-Its root is the machine's, bound entry by entry into a tmpfs, so that a mount path that does not
-exist here can be made without touching the machine. `--enter PID SPEC` runs argv in a started one.
-A container's uid and gid belong to an inner user namespace. They have no entry in the machine's
-user database, and the container may open the same files as the agent.
-This module imports the standard library only, because the interpreter finds no package of ours.
+The container's root has the entries of the machine's root, bound into a tmpfs. So a mount path that
+does not exist on the machine can be created without a change of the machine. `--enter PID SPEC`
+runs argv in a started container. A container's uid and gid belong to an inner user namespace: the
+container may open the same files as the agent.
+This module imports the standard library only: `-I -S` hides our packages.
 """
 
 import contextlib
@@ -34,10 +34,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def main(argv: list[str]) -> int:
     """Start the container of a spec file, enter one, or check; return the exit code."""
-    if argv[0] == "--check":
-        return check()
-    if argv[0] == "--check-user":
-        return check_user()
+    if argv[0] in ("--check", "--check-user"):
+        return check(with_user=argv[0] == "--check-user")
     if argv[0] == "--enter":
         return enter(int(argv[1]), json.loads(Path(argv[2]).read_text()))
     return launch(json.loads(Path(argv[0]).read_text()))
@@ -46,8 +44,8 @@ def main(argv: list[str]) -> int:
 def launch(spec: dict[str, Any]) -> int:
     """Run a container to its end: {argv, env, cwd, stage, mounts, read_only, cgroups, …}.
 
-    `agent` is the pid that must be its parent, `report` the descriptor of a socket to answer on,
-    `user` its uid and gid unless it runs as root.
+    `agent` is the pid that must be the parent, `report` the descriptor of a socket for the answer,
+    `user` the uid and gid, or None for root.
     """
     tie_to(spec["agent"])
     answer = spec["report"]
@@ -63,18 +61,17 @@ def launch(spec: dict[str, Any]) -> int:
         os.close(answer)
         become(spec, ready)
     os.close(ready)
-    with os.fdopen(errors) as said:
-        problem = said.read()  # ends at exec
+    with os.fdopen(errors) as file:
+        problem = file.read()  # ends at exec
     report(answer, {"error": problem} if problem else {"pid": child})
-    os.read(
-        answer, 1
-    )  # wait until the agent closes the socket: the pid of an ended child is not reused before
+    # until the agent closes the socket, the pid of an ended child must not be reused
+    os.read(answer, 1)
     _, status = os.waitpid(child, 0)
     return CANNOT_START if problem else exit_code(status)
 
 
 def become(spec: dict[str, Any], ready: int) -> NoReturn:
-    """Turn this process into the container. On failure write the reason to `ready`."""
+    """Turn this process into the container; if that fails, write the reason to `ready`."""
     try:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
@@ -118,9 +115,8 @@ def enter(pid: int, spec: dict[str, Any]) -> int:
             os.chdir(spec["cwd"])
             if not os.path.sameopenfile(user, owner):
                 checked(libc.setns(user, 0), "setns")
-                libc.prctl(
-                    PR_SET_PDEATHSIG, signal.SIGKILL
-                )  # repeated: a change of identity clears it
+                # repeated: a change of identity clears it
+                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
         except OSError as error:
             os.write(2, f"{error}\n".encode())
@@ -129,21 +125,12 @@ def enter(pid: int, spec: dict[str, Any]) -> int:
     return exit_code(status)
 
 
-def check() -> int:
-    """Print why containers cannot be made on this machine; print nothing if they can."""
+def check(*, with_user: bool) -> int:
+    """Print why this machine cannot run containers, or those with their own uid; else nothing."""
     try:
         separate()
-    except OSError as error:
-        sys.stdout.write(f"{error}\n")
-        return 1
-    return 0
-
-
-def check_user() -> int:
-    """Print why containers cannot have a uid of their own here; print nothing if they can."""
-    try:
-        separate()
-        take_identity(65532, 65532)
+        if with_user:
+            take_identity(65532, 65532)
     except OSError as error:
         sys.stdout.write(f"{error}\n")
         return 1
@@ -156,14 +143,14 @@ def is_ours(user_namespace: int) -> bool:
 
 
 def take_identity(uid: int, gid: int) -> None:
-    """Become this user and group in a user namespace of one's own, which maps no others."""
+    """Become this user and group in a new user namespace, which maps no others."""
     within = os.geteuid(), os.getegid()
     checked(libc.unshare(CLONE_NEWUSER), "unshare")
     map_ids(outside=within, inside=(uid, gid))
 
 
 def map_ids(*, outside: tuple[int, int], inside: tuple[int, int]) -> None:
-    """Map this process's ids in the user namespace that it has just made."""
+    """Map this process's ids in the user namespace that it has just created."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{inside[0]} {outside[0]} 1")
     Path("/proc/self/gid_map").write_text(f"{inside[1]} {outside[1]} 1")
@@ -236,7 +223,7 @@ class Root:
                 remount_read_only(Path(point))
 
     def _point(self, path: str, *, directory: bool) -> Path:
-        """Return the mount point of `path`; if the machine has no such path, make it in a tmpfs."""
+        """Return the mount point of `path`; if the machine has none, create it in a tmpfs."""
         here, todo = self.stage, path.strip("/").split("/")
         while todo:
             following = here / todo[0]
@@ -257,7 +244,7 @@ class Root:
         return here
 
     def _make_ours(self, folder: Path) -> None:
-        """Mount a tmpfs over `folder` with the same entries, in which new ones can be made."""
+        """Mount a tmpfs over `folder` with the same entries, so that new ones can be created."""
         if folder in self._ours:
             return
         cover = self.stage / f".cover-{len(self._ours)}"
@@ -275,14 +262,13 @@ class Root:
                 shown.symlink_to(Path(entry.path).readlink())
                 continue
             shown.mkdir() if entry.is_dir() else shown.touch()
-            with contextlib.suppress(OSError):  # an entry that may not be read stays empty
+            with contextlib.suppress(OSError):  # an unreadable entry stays empty
                 mount(entry.path, shown, flags=MS_BIND | MS_REC)
 
 
 def mount(
     source: str | Path, target: str | Path, *, kind: str = "", flags: int = 0, options: str = ""
 ) -> None:
-    """Mount one thing on another, as the kernel call of that name does."""
     arguments = [str(part).encode() for part in (source, target, kind)]
     data = options.encode() if options else None
     checked(libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount at {target}")
@@ -296,7 +282,7 @@ def remount_read_only(target: Path) -> None:
 
 
 def checked(result: int, what: str) -> None:
-    """Raise the error of a failed call."""
+    """Raise OSError if a call of libc failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -308,7 +294,7 @@ def exit_code(status: int) -> int:
 
 
 def report(descriptor: int, message: dict[str, Any]) -> None:
-    """Send one JSON line to the agent and close the socket."""
+    """Send one JSON line to the agent."""
     os.write(descriptor, json.dumps(message).encode() + b"\n")
 
 

@@ -1,9 +1,9 @@
 """A pod of a status-only node: a script writes its status, and no process runs.
 
-    bound ─▶ Pending ─ start delay ─▶ Running, ready ─▶ deleted at once when asked
+    bound ─▶ Pending ─ start delay ─▶ Running, ready ─ deletion ─▶ deleted at once
 
-Annotations on the pod: `triptych.dev/simulated-start-seconds` (how long until it is ready) and
-`triptych.dev/simulated-exit-code` (ends with it right after the start).
+Annotations on the pod: `triptych.dev/simulated-start-seconds` (time until it is ready) and
+`triptych.dev/simulated-exit-code` (its containers end with this code after the start).
 """
 
 import asyncio
@@ -38,12 +38,10 @@ class ScriptedPod:
         self._conditions: list[dict[str, Any]] = []
 
     def update(self, pod: Object) -> None:
-        """Set the newest state of the object: readiness gates and deletion."""
         self.pod = pod
         self._changed.set()
 
     def gone(self) -> None:
-        """End: the object was deleted."""
         self._gone = True
         self._changed.set()
 
@@ -79,7 +77,7 @@ class ScriptedPod:
         ]
 
     async def _write(self, views: list[ContainerView], now: float) -> bool:
-        """Write the status if it changed; return whether the API server has it."""
+        """Write the status if it changed; return False if the API server refused."""
         view = PodView(
             views, pod_ip=self._pod_ip, host_ip=self._host_ip, started_at=self._started_at
         )

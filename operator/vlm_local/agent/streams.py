@@ -47,7 +47,7 @@ async def forward(data: Channel, error: Channel, *, host: str, port: int) -> Non
 
 
 async def execute(process: Process, argv: Sequence[str], channels: Mapping[str, Channel]) -> None:
-    """Run argv in a container: standard streams on `channels`, its Status on `error`."""
+    """Run argv in a container, with standard streams on `channels` and its Status on `error`."""
     pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     inside = await process.enter(
         argv, **{name: pipe if name in channels else none for name in ("stdin", "stdout", "stderr")}
@@ -76,7 +76,7 @@ async def execute(process: Process, argv: Sequence[str], channels: Mapping[str, 
 
 
 def exec_status(code: int) -> dict[str, object]:
-    """Return the Status that ends an exec. kubectl takes its exit code from it."""
+    """Return the Status that ends an exec; kubectl reads the exit code from it."""
     if code == 0:
         return {"metadata": {}, "status": "Success"}
     return {

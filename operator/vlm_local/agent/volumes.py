@@ -27,7 +27,7 @@ _FILE_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
 
 class VolumeError(Exception):
-    """A volume is not available now. The message names the missing object or the error."""
+    """A volume is not available now; the message names the missing object or the error."""
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class _Token:
 
 
 class Volumes:
-    """The volumes of one pod, under `folder`. `prepare` makes them, `refresh` updates them."""
+    """The volumes of one pod, under `folder`."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Volumes:
         return str(self.pod["metadata"]["namespace"])
 
     async def prepare(self) -> dict[str, Path]:
-        """Make all volumes; return the folder of each.
+        """Create all volumes; return the folder of each.
 
         Raises:
-            VolumeError: one cannot be made yet; retry.
+            VolumeError: one cannot be created yet; retry.
         """
         volumes = self.pod["spec"].get("volumes") or []
         return {volume["name"]: await self._prepare(volume) for volume in volumes}
@@ -72,10 +72,10 @@ class Volumes:
         """Write changes of ConfigMaps and Secrets, and renew tokens, until cancelled."""
         volumes = self.pod["spec"].get("volumes") or []
         files = [volume for volume in volumes if any(kind in volume for kind in _FILE_KINDS)]
-        objects = {reference for volume in files for reference in _followed(volume)}
+        objects = {reference for volume in files for reference in _watched(volume)}
         async with asyncio.TaskGroup() as group:
             for kind, name in objects:
-                group.create_task(self._follow(kind, name, files))
+                group.create_task(self._watch(kind, name, files))
             group.create_task(self._renew(files))
 
     async def data_of(
@@ -84,17 +84,17 @@ class Volumes:
         """Return the data of those `(kind, name)` that exist, as text.
 
         Raises:
-            VolumeError: The API refused for another reason.
+            VolumeError: the API server refused for another reason.
         """
-        found = {}
+        texts = {}
         for kind, name in references:
             data = await self._data(kind, name)
             if data is not None:
-                found[kind, name] = {key: text.decode() for key, text in data.items()}
-        return found
+                texts[kind, name] = {key: text.decode() for key, text in data.items()}
+        return texts
 
     def remove(self) -> None:
-        """Delete the written files. Data of a hostPath stays."""
+        """Delete the files of this pod, not those of a hostPath."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _prepare(self, volume: Mapping[str, Any]) -> Path:
@@ -104,11 +104,11 @@ class Volumes:
         if "persistentVolumeClaim" in volume:
             return await self._claim(volume["persistentVolumeClaim"]["claimName"])
         if "emptyDir" in volume:
-            return _made(folder, mode=0o777)
+            return _create(folder, mode=0o777)
         if not any(kind in volume for kind in _FILE_KINDS):
             [kind] = set(volume) - {"name"}
             raise VolumeError(f"volume {volume['name']}: {kind} is not supported on a local node")
-        write_atomically(_made(folder, mode=0o755), await self._files(volume))
+        write_atomically(_create(folder, mode=0o755), await self._files(volume))
         return folder
 
     async def _claim(self, name: str) -> Path:
@@ -171,10 +171,8 @@ class Volumes:
         return files
 
     async def _token(self, wanted: Mapping[str, Any]) -> bytes:
-        audience, lifetime = (
-            wanted.get("audience", ""),
-            wanted.get("expirationSeconds", TOKEN_SECONDS),
-        )
+        audience = wanted.get("audience", "")
+        lifetime = wanted.get("expirationSeconds", TOKEN_SECONDS)
         token = self._tokens.get((audience, wanted["path"]))
         if token is None or time.monotonic() >= token.renew_at:
             account = self.pod["spec"].get("serviceAccountName", "default")
@@ -184,7 +182,7 @@ class Volumes:
         return token.value
 
     async def _request_token(self, account: str, audience: str, lifetime: int) -> bytes:
-        """Ask for a token that ends with the pod (TokenRequest, bound to it)."""
+        """Request a token that is bound to the pod (TokenRequest)."""
         metadata = self.pod["metadata"]
         reference = {
             "apiVersion": "v1",
@@ -212,22 +210,22 @@ class Volumes:
         except ApiError as error:
             if error.status == 404:
                 return None
-            # right after a pod is bound, the node authorizer may not know it yet: 403, for moments
+            # just after the binding of a pod, the node authorizer may still answer 403
             raise VolumeError(str(error)) from error
 
-    async def _follow(self, kind: str, name: str, volumes: list[Mapping[str, Any]]) -> None:
+    async def _watch(self, kind: str, name: str, volumes: list[Mapping[str, Any]]) -> None:
         path = f"/api/v1/namespaces/{self._namespace}/{_COLLECTIONS[kind]}"
-        touched = [volume for volume in volumes if (kind, name) in _followed(volume)]
+        users = [volume for volume in volumes if (kind, name) in _watched(volume)]
         async for event, _ in self._client.watch(path, fieldSelector=f"metadata.name={name}"):
             if event != "DELETED":
-                await self._rewrite(touched)
+                await self._rewrite(users)
 
     async def _renew(self, volumes: list[Mapping[str, Any]]) -> None:
         while True:
-            soonest = min((token.renew_at for token in self._tokens.values()), default=None)
-            if soonest is None:
+            renew_at = min((token.renew_at for token in self._tokens.values()), default=None)
+            if renew_at is None:
                 return
-            await asyncio.sleep(max(1.0, soonest - time.monotonic()))
+            await asyncio.sleep(max(1.0, renew_at - time.monotonic()))
             await self._rewrite(volumes)
 
     async def _rewrite(self, volumes: list[Mapping[str, Any]]) -> None:
@@ -236,7 +234,9 @@ class Volumes:
             try:
                 write_atomically(self._folder / volume["name"], await self._files(volume))
             except (VolumeError, command.ConfigError, OSError) as error:
-                logger.info("volume kept", extra={"volume": volume["name"], "error": str(error)})
+                logger.info(
+                    "volume not updated", extra={"volume": volume["name"], "error": str(error)}
+                )
 
 
 def _decoded(kind: str, thing: Mapping[str, Any]) -> Files:
@@ -248,8 +248,8 @@ def _decoded(kind: str, thing: Mapping[str, Any]) -> Files:
     return texts | {name: base64.b64decode(value) for name, value in binary.items()}
 
 
-def _followed(volume: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The objects whose changes volumes follow. The cluster's CA never changes."""
+def _watched(volume: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Return the objects to watch for a volume. The cluster's CA never changes."""
     sources = volume["projected"].get("sources") or [] if "projected" in volume else [volume]
     found = set()
     for source in sources:
@@ -263,7 +263,11 @@ def _followed(volume: Mapping[str, Any]) -> set[tuple[str, str]]:
 
 
 def host_path(source: Mapping[str, Any]) -> Path:
-    """Return the existing folder or file of a hostPath."""
+    """Return the existing folder or file of a hostPath.
+
+    Raises:
+        VolumeError: there is none.
+    """
     path = Path(source["path"])
     if source.get("type") == "DirectoryOrCreate":
         path.mkdir(parents=True, exist_ok=True)
@@ -272,17 +276,14 @@ def host_path(source: Mapping[str, Any]) -> Path:
     return path
 
 
-def _made(folder: Path, *, mode: int) -> Path:
+def _create(folder: Path, *, mode: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(mode)
     return folder
 
 
 def write_atomically(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make `folder` hold `files`, all at once, through the link `..data` as a kubelet does.
-
-    key ─▶ ..data/key          ..data ─▶ ..<version>/       a new version is one rename of ..data
-    """
+    """Replace the files of `folder` by one rename of the link `..data`, as a kubelet does."""
     link = folder / "..data"
     before = link.readlink().name if link.is_symlink() else None
     if before is not None and _read(folder / before) == dict(files):
