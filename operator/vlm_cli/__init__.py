@@ -14,8 +14,8 @@ import signal
 
 def main() -> None:
     """Entry point of the console scripts `vlm` and `kubectl-vlm`."""
-    from vlm_cli.app import run
+    from vlm_cli.app import app
 
     # A background job of a script inherits an ignored SIGINT. Restore it, so that SIGINT ends vlm.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run()
+    app()

@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+import typer
 from rich.console import Console
 
 from vlm_cli.client import Answer, ApiError, chat_body, read_image, stream_chat
-from vlm_cli.output import CliError, Format, console, emit, notes, ordered, ttft_breakdown
+from vlm_cli.output import (
+    ApiKey,
+    CliError,
+    Context,
+    Format,
+    Images,
+    Kubeconfig,
+    Model,
+    Namespace,
+    Output,
+    Url,
+    console,
+    emit,
+    notes,
+    ordered,
+    ttft_breakdown,
+)
 from vlm_cli.target import Options, open_target
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A question, its images and its sampling parameters."""
-
-    text: str
-    images: Sequence[Path]
-    detail: str | None
-    max_tokens: int
-    temperature: float
-
-
-async def chat(options: Options, question: Question, *, form: Format, timeout: float) -> None:
-    """Ask one question and print the answer, TTFT by stage, and usage.
-
-    `timeout` is in seconds, for the whole answer.
+async def chat(
+    name: Annotated[str, typer.Argument(help="A VLMService; left out with --url.")],
+    question: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    image: Images = None,
+    detail: Annotated[str | None, typer.Option(help="auto, low, high or original.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of the answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the answer.")] = 120.0,
+    namespace: Namespace = None,
+    url: Url = None,
+    model: Model = None,
+    api_key: ApiKey = None,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Ask one question, about images or not, and see where the time went.
 
     Raises:
         CliError: an image cannot be read, or the gateway refuses or does not answer in time.
     """
-    images = [read_image(path) for path in question.images]
+    service: str | None = name
+    if question is None:
+        if url is None:
+            raise typer.BadParameter('write: vlm chat NAME "question"', param_hint="QUESTION")
+        service, question = None, name
+    options = Options(service, url, namespace, kubeconfig, api_key, model, context)
+    images = [read_image(path) for path in image or []]
     out = console()
-    quiet = form is not Format.TABLE
+    quiet = output is not Format.TABLE
     async with open_target(options) as target:
         if target.note:
             notes().print(f"warning: {target.note}", markup=False, style="yellow")
         body = chat_body(
             target.model,
-            question.text,
+            question,
             images,
-            max_tokens=question.max_tokens,
-            temperature=question.temperature,
-            detail=question.detail,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            detail=detail,
         )
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=10)
         try:
@@ -63,7 +85,7 @@ async def chat(options: Options, question: Question, *, form: Format, timeout: f
         except (aiohttp.ClientError, OSError) as error:
             raise CliError(f"the connection to {target.url} failed: {error}") from error
     if quiet:
-        emit(answer_view(answer), form)
+        emit(answer_view(answer), output)
     else:
         out.print()
         print_times(answer, out)
@@ -89,8 +111,8 @@ def print_times(answer: Answer, out: Console) -> None:
         out.print(ttft_breakdown(answer.stages))
     else:
         out.print("The server reports no stage times.")
-    seen = f"first token after {(answer.first_token or answer.total) * 1e3:.0f} ms here"
-    out.print(f"{seen}, all of it after {answer.total * 1e3:.0f} ms", style="dim")
+    first = f"first token after {(answer.first_token or answer.total) * 1e3:.0f} ms here"
+    out.print(f"{first}, all of it after {answer.total * 1e3:.0f} ms", style="dim")
     if usage := answer.usage:
         details = usage.get("prompt_tokens_details") or {}
         parts = ", ".join(

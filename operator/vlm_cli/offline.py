@@ -1,22 +1,22 @@
-"""Shows what the operator would do with a manifest: runs its code without a cluster."""
+"""`vlm render`: prints the objects of a manifest without a cluster. Reads manifests from files."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
 import yaml
 
-from vlm_cli.output import CliError, Format, console, emit, plain_table
-from vlm_cli.preview import Row, children, preview
+from vlm_cli.output import CliError, Namespace, WorkerImage
+from vlm_cli.preview import children
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
 from vlm_operator.cluster import Manifest
 from vlm_operator.errors import SpecError
-from vlm_operator.names import Role
 from vlm_operator.observe import node_class
 from vlm_operator.reconcile.decisions import Options
 from vlm_operator.state import NodeClassState
@@ -28,69 +28,46 @@ _UID = "00000000-0000-0000-0000-000000000000"  # placeholder: no cluster assigns
 class Documents:
     """Content of a file: services in its order, and node classes by name."""
 
+    path: Path
     services: tuple[VLMService, ...]
     node_classes: Mapping[str, NodeClassState]
 
+    @property
+    def service(self) -> VLMService:
+        """The only service.
 
-async def show_rehearsal(old: Path, new: Path, *, worker_image: str | None, form: Format) -> None:
-    """Print the steps of a rollout from one manifest to another.
-
-    Raises:
-        CliError: a file cannot be read, has not exactly one service, or has an invalid one.
-    """
-    before, after = read_documents(old), read_documents(new)
-    first, second = _only(before, old), _only(after, new)
-    options = _options(worker_image)
-    classes = {**before.node_classes, **after.node_classes}
-    try:
-        rows = preview(first, second, classes, options)
-    except SpecError as error:
-        raise CliError(str(error), f"correct {new}") from error
-    if form is not Format.TABLE:
-        emit([_plain(row) for row in rows], form)
-        return
-    roles = [role for role in Role if any(role in row.counts for row in rows)]
-    moving = {role for role in roles if any(row.counts.get(role, (0, 0))[0] for row in rows)}
-    table = plain_table("#", *(role.value.upper() for role in roles), "WAITS FOR")
-    for number, row in enumerate(rows, start=1):
-        cells = (_cell(row.counts.get(role, (0, 0)), moves=role in moving) for role in roles)
-        table.add_row(str(number), *cells, row.awaits or "nothing: done")
-    console().print(table)
-    automatic = [
-        role.value
-        for role, pool in second.spec.pools.present.items()
-        if pool.scaling.mode != "Manual"
-    ]
-    if automatic:
-        listed = ", ".join(automatic)
-        console().print(f"Sizes of {listed} are counted as minReplicas: live ones may be larger.")
+        Raises:
+            CliError: the file has none, or several.
+        """
+        if len(self.services) != 1:
+            problem = f"{self.path} has {len(self.services)} VLMServices"
+            raise CliError(problem, "write one, and its VLMNodeClasses")
+        return self.services[0]
 
 
-def _cell(counts: tuple[int, int], *, moves: bool) -> str:
-    """Format a role's old and new pods; if its revision does not change, only their number."""
-    was, now = counts
-    if not moves:
-        return str(now)
-    told = (f"{was} old" if was else "", f"{now} new" if now else "")
-    return ", ".join(filter(None, told)) or "0"
-
-
-async def show_children(manifest: Path, *, worker_image: str | None, namespace: str | None) -> None:
-    """Print every object of a manifest's services as YAML for `kubectl apply`.
+async def render(
+    manifest: Annotated[
+        Path,
+        typer.Option("-f", "--filename", metavar="PATH", help="A file or folder; - reads stdin."),
+    ],
+    worker_image: WorkerImage = None,
+    namespace: Namespace = None,
+) -> None:
+    """Print the objects that the operator makes of a manifest, as YAML, without a cluster.
 
     The objects have no owner references, because only a cluster assigns the service's uid.
 
     Raises:
         CliError: the file cannot be read, has no service, or has an invalid one.
     """
-    found = read_documents(manifest, namespace=namespace)
-    if not found.services:
+    documents = read_documents(manifest, namespace=namespace)
+    if not documents.services:
         raise CliError(f"there is no VLMService in {manifest}", "its kind is VLMService")
     try:
         objects = [
             item
-            for service in found.services
-            for item in children(service, found.node_classes, _options(worker_image))
+            for service in documents.services
+            for item in children(service, documents.node_classes, operator_options(worker_image))
         ]
     except SpecError as error:
         raise CliError(str(error), f"correct {manifest}") from error
@@ -107,16 +84,15 @@ def read_documents(path: Path, *, namespace: str | None = None) -> Documents:
     Raises:
         CliError: the file cannot be read, is not YAML, or has an invalid VLMService.
     """
-    documents = [item for text in _texts(path) for item in _parsed(text, path)]
     services: list[VLMService] = []
     classes: dict[str, NodeClassState] = {}
-    for item in documents:
+    for item in (item for text in _texts(path) for item in _parsed(text, path)):
         name = _name(item, path)
         if item.get("kind") == names.KIND_NODE_CLASS:
             classes[name] = node_class(item)
         if item.get("kind") == names.KIND_SERVICE:
             services.append(_service(item, path, namespace))
-    return Documents(tuple(services), classes)
+    return Documents(path, tuple(services), classes)
 
 
 def _texts(path: Path) -> list[str]:
@@ -154,20 +130,5 @@ def _service(item: Manifest, path: Path, namespace: str | None) -> VLMService:
         raise CliError(f"{path}: {error}") from error
 
 
-def _only(found: Documents, path: Path) -> VLMService:
-    if len(found.services) != 1:
-        count = len(found.services)
-        raise CliError(f"{path} has {count} VLMServices", "a rollout needs a file with one")
-    return found.services[0]
-
-
-def _options(worker_image: str | None) -> Options:
+def operator_options(worker_image: str | None) -> Options:
     return Options() if worker_image is None else Options(worker_image=worker_image)
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    pools: Sequence[tuple[Role, tuple[int, int]]] = sorted(row.counts.items())
-    return {
-        "roles": {role.value: {"old": was, "new": now} for role, (was, now) in pools},
-        "waitsFor": row.awaits,
-    }

@@ -56,6 +56,10 @@ AllNamespaces = Annotated[
     bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
 ]
 Output = Annotated[Format, typer.Option("-o", "--output", help="Tables, or data for machines.")]
+WorkerImage = Annotated[
+    str | None,
+    typer.Option(metavar="IMAGE", help="The operator's default image; default: its own default."),
+]
 Url = Annotated[
     str | None,
     typer.Option(metavar="URL", help="An OpenAI API to ask, instead of a service's gateway."),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
+import typer
 import yaml
 
-from vlm_cli.output import CliError, Format, console, emit, plain_table
+from vlm_cli.offline import read_documents
+from vlm_cli.output import CliError, Format, Output, console, emit, plain_table
+from vlm_cli.simulator import run as simulator
 from vlm_cli.simulator.baselines import BASELINES
 from vlm_cli.simulator.chart import Point, draw
 from vlm_cli.simulator.contenders import (
@@ -24,12 +27,12 @@ from vlm_cli.simulator.contenders import (
 )
 from vlm_cli.simulator.generate import ALL_SHAPES, generate
 from vlm_cli.simulator.hardware import Hardware
-from vlm_cli.simulator.run import Setup, simulate
+from vlm_cli.simulator.run import Setup
 from vlm_cli.simulator.scenario import standard
 from vlm_cli.simulator.score import Score, front, score
 from vlm_cli.simulator.settings import HardwareError, read_hardware
 from vlm_cli.simulator.trace import Trace, TraceError, read_trace
-from vlm_operator.api import parse, resolve
+from vlm_operator.api import resolve
 from vlm_operator.api.enums import ScalingMode
 from vlm_operator.autoscale.decide import Memory, Outcome
 from vlm_operator.autoscale.inputs import service_policy
@@ -37,72 +40,73 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.record import Record
 from vlm_operator.autoscale.view import View
 from vlm_operator.errors import SpecError
-from vlm_operator.names import KIND_NODE_CLASS, KIND_SERVICE, Role
-from vlm_operator.observe import node_class
+from vlm_operator.names import Role
 from vlm_operator.pods.worker import place
 
 
-@dataclasses.dataclass(frozen=True)
-class SimulateOptions:
-    """Arguments of the command line.
-
-    Attributes:
-        traces: names of generated traces, or files.
-        policy: file with a VLMService; None means the comparison's service.
-        hardware: file with the hardware's speeds; None means the simulator's defaults.
-        against: names of baselines; if empty, only our autoscaler runs.
-        seconds: length of generated traces.
-        scale: factor of their rate.
-        record: file for every decision that changes a replica count, for `vlm why --record`.
-    """
-
-    traces: tuple[str, ...]
-    policy: Path | None
-    hardware: Path | None
-    against: tuple[str, ...]
-    seed: int
-    seconds: float
-    scale: float
-    plot: Path | None
-    record: Path | None
-
-
-def run_simulation(options: SimulateOptions, *, form: Format) -> None:
-    """Run every trace under every autoscaler, and print the scores.
+async def simulate(
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|FILE", help="Generated, or JSON lines; repeatable."),
+    ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A VLMService with its VLMNodeClasses."),
+    ] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What the hardware can do, as YAML.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A baseline, or all; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same run.")] = 1,
+    seconds: Annotated[float, typer.Option(min=60, help="Of generated traces.")] = 3600.0,
+    scale: Annotated[float, typer.Option(min=0.01, help="Multiplies their rate.")] = 1.0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Missed minutes by device-hours.")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Decisions, for `vlm why --record`."),
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Try a policy on traffic, in simulated time, beside what other autoscalers do.
 
     Raises:
         CliError: a trace, a baseline or a file is unknown or invalid.
     """
-    unknown = sorted(set(options.against) - set(BASELINES))
+    rivals = tuple(BASELINES) if against == ["all"] else tuple(against or ())
+    unknown = sorted(set(rivals) - set(BASELINES))
     if unknown:
         raise CliError(f"no baseline {unknown[0]!r}", f"there are {', '.join(BASELINES)}")
-    if options.plot is not None and options.plot.suffix != ".svg":
-        raise CliError(f"{options.plot} is not the name of an SVG file", "write FILE.svg")
+    if plot is not None and plot.suffix != ".svg":
+        raise CliError(f"{plot} is not the name of an SVG file", "write FILE.svg")
     tuned = _tuned()
     rows: list[dict[str, Any]] = []
-    with _records(options.record) as watch_for:
-        for name in options.traces:
-            trace = _trace(name, options)
-            setup = _setup(name, options, tuned[OURS])
-            for rival in (OURS, *options.against):
+    with _records(record) as watch_for:
+        for name in trace or ["bursty-images"]:
+            requests = _trace(name, seed=seed, seconds=seconds, scale=scale)
+            setup = _setup(name, policy, hardware, tuned[OURS])
+            for rival in (OURS, *rivals):
                 watch = watch_for(setup.policy) if rival == OURS else None
                 autoscaler = (
                     TriptychAutoscaler(setup.policy, watch=watch)
                     if rival == OURS
                     else contender(rival, setup.policy, tuned[rival])
                 )
-                found = score(simulate(setup, trace, autoscaler, seed=options.seed), setup.policy)
-                rows.append(_row(trace.name, rival, found))
-    if options.plot is not None:
-        _write(options.plot, _chart(rows))
-    if form is Format.TABLE:
+                run = simulator.simulate(setup, requests, autoscaler, seed=seed)
+                rows.append(_row(requests.name, rival, score(run, setup.policy)))
+    if plot is not None:
+        _write(plot, _chart(rows))
+    if output is Format.TABLE:
         _print(rows)
     else:
-        emit({"seed": options.seed, "runs": rows}, form)
+        emit({"seed": seed, "runs": rows}, output)
 
 
-def read_service(text: str) -> tuple[ServicePolicy, dict[Role, int]]:
-    """Read a manifest: one VLMService, and the VLMNodeClasses that it names.
+def read_service(path: Path) -> tuple[ServicePolicy, dict[Role, int]]:
+    """Read a manifest with one VLMService, and with the VLMNodeClasses that it names.
 
     Returns:
         The autoscaling policy, and the initial replicas of each pool: `replicas` in mode Manual,
@@ -111,30 +115,17 @@ def read_service(text: str) -> tuple[ServicePolicy, dict[Role, int]]:
     Raises:
         CliError: the manifest has not exactly one VLMService, or an invalid one.
     """
+    manifest = read_documents(path)
+    classes = manifest.node_classes
     try:
-        documents = [item for item in yaml.safe_load_all(text) if isinstance(item, dict)]
-    except yaml.YAMLError as error:
-        raise CliError(f"the policy is not YAML: {error}") from None
-    services = [item for item in documents if item.get("kind") == KIND_SERVICE]
-    if len(services) != 1:
-        raise CliError(
-            f"the policy has {len(services)} VLMServices", "write one, and its VLMNodeClasses"
-        )
-    classes = {
-        item.name: item
-        for item in map(node_class, (d for d in documents if d.get("kind") == KIND_NODE_CLASS))
-    }
-    meta = {"name": "simulated", "namespace": "default", "uid": "simulated", "generation": 1}
-    body = {**services[0], "metadata": meta | services[0].get("metadata", {})}
-    try:
-        service = resolve(place(parse(body), classes), worker_image="simulated")
+        service = resolve(place(manifest.service, classes), worker_image="simulated")
         policy = service_policy(service, classes)
     except SpecError as error:
         raise CliError(str(error)) from None
-    lacking = [role for role in (Role.PREFILL, Role.DECODE) if role not in policy.pools]
-    if lacking:
+    missing = [role for role in (Role.PREFILL, Role.DECODE) if role not in policy.pools]
+    if missing:
         raise CliError(
-            f"the service has no {lacking[0]} pool", "what is simulated prefills and decodes apart"
+            f"the service has no {missing[0]} pool", "the simulator needs both prefill and decode"
         )
     start = {
         role: pool.replicas if pool.mode is ScalingMode.MANUAL else max(1, pool.minimum)
@@ -148,26 +139,28 @@ def _tuned() -> dict[str, dict[str, Any]]:
     return read_tuned(resources.files("vlm_cli.simulator").joinpath("tuned.json").read_text())
 
 
-def _setup(trace: str, options: SimulateOptions, ours: Mapping[str, Any]) -> Setup:
+def _setup(
+    trace: str, manifest: Path | None, hardware_file: Path | None, ours: Mapping[str, Any]
+) -> Setup:
     """Return the simulated service: the manifest's, or the comparison's with tuned settings."""
-    if options.policy is None:
+    if manifest is None:
         setup = standard(trace)
         setup = dataclasses.replace(setup, policy=adjusted(setup.policy, ours))
     else:
-        policy, start = read_service(_read(options.policy))
+        policy, start = read_service(manifest)
         setup = Setup(policy, Hardware(), start)
-    if options.hardware is None:
+    if hardware_file is None:
         return setup
     try:
-        hardware = read_hardware(yaml.safe_load(_read(options.hardware)) or {})
+        hardware = read_hardware(yaml.safe_load(_read(hardware_file)) or {})
     except (HardwareError, yaml.YAMLError) as error:
-        raise CliError(f"{options.hardware}: {error}") from None
+        raise CliError(f"{hardware_file}: {error}") from None
     return dataclasses.replace(setup, hardware=hardware)
 
 
-def _trace(name: str, options: SimulateOptions) -> Trace:
+def _trace(name: str, *, seed: int, seconds: float, scale: float) -> Trace:
     if name in ALL_SHAPES:
-        return generate(name, seed=options.seed, seconds=options.seconds, scale=options.scale)
+        return generate(name, seed=seed, seconds=seconds, scale=scale)
     path = Path(name)
     if not path.exists():
         raise CliError(f"no trace {name!r}", f"write a file, or one of {', '.join(ALL_SHAPES)}")
@@ -217,14 +210,13 @@ def _row(trace: str, name: str, found: Score) -> dict[str, Any]:
     }
 
 
-def _print(rows: Iterable[Mapping[str, Any]]) -> None:
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     numbers = ("Missed", "Hours", "Cost/1k", "Turns", "Unserved")
     table = plain_table("Trace", "Autoscaler", *numbers, "Front", numbers=numbers)
-    known = list(rows)
-    for row in known:
+    for row in rows:
         same = {
             item["autoscaler"]: (item["acceleratorHours"], item["missedMinutes"])
-            for item in known
+            for item in rows
             if item["trace"] == row["trace"]
         }
         table.add_row(
@@ -240,7 +232,7 @@ def _print(rows: Iterable[Mapping[str, Any]]) -> None:
     console().print(table)
 
 
-def _chart(rows: Iterable[Mapping[str, Any]]) -> str:
+def _chart(rows: Sequence[Mapping[str, Any]]) -> str:
     points = [
         Point(row["acceleratorHours"], row["missedMinutes"], row["autoscaler"]) for row in rows
     ]

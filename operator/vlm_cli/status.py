@@ -9,7 +9,20 @@ from typing import Any
 from rich.console import Console
 
 from vlm_cli.access import condition, find_service, open_cluster
-from vlm_cli.output import STAGES, CliError, Format, console, emit, plain_table
+from vlm_cli.output import (
+    STAGES,
+    AllNamespaces,
+    CliError,
+    Context,
+    Format,
+    Kubeconfig,
+    Namespace,
+    Output,
+    ServiceName,
+    console,
+    emit,
+    plain_table,
+)
 from vlm_operator.cluster import VLM_SERVICE, Manifest
 from vlm_operator.names import POOL_ROLES
 
@@ -18,40 +31,39 @@ _NEGATIVE = ("RolloutProgressing", "Reconciling", "Stalled")
 _COLUMNS = ("NAME", "READY", "MODEL", "ENC", "PRE", "DEC", "TTFT-P95", "KV%", "STAGE", "AGE")
 
 
-async def show_status(
-    name: str | None,
-    *,
-    namespace: str | None,
-    everywhere: bool,
-    kubeconfig: str | None,
-    form: Format,
-    now: datetime.datetime,
-    context: str | None = None,
+async def status(
+    name: ServiceName = None,
+    namespace: Namespace = None,
+    everywhere: AllNamespaces = False,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
 ) -> None:
-    """Print one service in full, or all as a table.
+    """Show what runs, what blocks and where the time goes.
 
     Raises:
         CliError: there is no such service, or the cluster does not answer.
     """
+    now = datetime.datetime.now(datetime.UTC)
     async with open_cluster(kubeconfig, namespace, context) as access:
         if name is not None:
             view = service_view(await find_service(access, name), now)
-            if form is Format.TABLE:
+            if output is Format.TABLE:
                 print_service(view, console())
             else:
-                emit(view, form)
+                emit(view, output)
             return
         services = await access.cluster.list(VLM_SERVICE, None if everywhere else access.namespace)
-        if not services and form is Format.TABLE:
+        if not services and output is Format.TABLE:
             where = "any namespace" if everywhere else f"namespace {access.namespace!r}"
             raise CliError(
                 f"there is no VLMService in {where}", "look everywhere with -A, or apply one"
             )
         views = [service_view(service, now) for service in services]
-        if form is Format.TABLE:
+        if output is Format.TABLE:
             print_services(views, console(), everywhere=everywhere)
         else:
-            emit(views, form)
+            emit(views, output)
 
 
 def service_view(service: Manifest, now: datetime.datetime) -> dict[str, Any]:
@@ -110,7 +122,6 @@ def print_services(
 
 
 def print_service(view: dict[str, Any], out: Console) -> None:
-    """Print one service: summary, pools, SLO, conditions."""
     head = plain_table("", "")
     head.show_header = False
     states = [word for word in ("suspended", "paused", "deleting") if view[word]]
@@ -149,17 +160,17 @@ def _print_pools(pools: dict[str, Any], out: Console) -> None:
         out.print(table)
 
 
-def _print_slo(promises: Sequence[dict[str, Any]], out: Console) -> None:
+def _print_slo(targets: Sequence[dict[str, Any]], out: Console) -> None:
     table = plain_table("MODALITY", "TTFT-P95", "TARGET", "SLOW TTFT WENT TO")
-    for promise in promises:
-        shares = promise.get("stages") or {}
+    for target in targets:
+        shares = target.get("stages") or {}
         largest = sorted(
             shares, key=lambda s: (-shares[s], STAGES.index(s) if s in STAGES else len(STAGES))
         )
         table.add_row(
-            promise["modality"],
-            _milliseconds(promise.get("ttftP95Milliseconds")),
-            _milliseconds(promise.get("targetMilliseconds")),
+            target["modality"],
+            _milliseconds(target.get("ttftP95Milliseconds")),
+            _milliseconds(target.get("targetMilliseconds")),
             ", ".join(f"{stage} {shares[stage]}%" for stage in largest[:4]) or "-",
         )
     if table.row_count:
@@ -173,14 +184,14 @@ def _print_conditions(conditions: Sequence[dict[str, Any]], out: Console) -> Non
         return
     table = plain_table("CONDITION", "STATUS", "REASON", "MESSAGE")
     table.columns[3].no_wrap = False
-    for found in conditions:
-        good = found["status"] == ("False" if found["type"] in _NEGATIVE else "True")
-        colour = "green" if good else "yellow" if found["status"] == "Unknown" else "red"
+    for item in conditions:
+        good = item["status"] == ("False" if item["type"] in _NEGATIVE else "True")
+        colour = "green" if good else "yellow" if item["status"] == "Unknown" else "red"
         table.add_row(
-            found["type"],
-            f"[{colour}]{found['status']}[/]",
-            found.get("reason", ""),
-            found.get("message", "").replace("[", r"\["),
+            item["type"],
+            f"[{colour}]{item['status']}[/]",
+            item.get("reason", ""),
+            item.get("message", "").replace("[", r"\["),
         )
     out.print()
     out.print(table)

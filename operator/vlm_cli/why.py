@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import datetime
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from vlm_cli.access import Access, condition, find_service, open_cluster
-from vlm_cli.output import CliError, console
+from vlm_cli.output import CliError, Context, Kubeconfig, Namespace, ServiceName, console
 from vlm_operator import names
 from vlm_operator.apply.pod_and_status_writes import MEMORY_KEY
 from vlm_operator.autoscale import memory as memories
@@ -21,14 +24,25 @@ from vlm_operator.names import Role
 _CONDITIONS = ("ScalingActive", "MetricsAvailable", "CapacitySufficient", "SLOAttainable")
 
 
-async def explain_services(
-    name: str | None, *, namespace: str | None, kubeconfig: str | None, context: str | None = None
+async def why(
+    name: ServiceName = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Decide again what the operator logged, and say why."),
+    ] = None,
+    last: Annotated[bool, typer.Option("--last", help="Only the last record of FILE.")] = False,
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
 ) -> None:
-    """Print why each pool of one service, or of all services in a namespace, has its size.
+    """Say why each pool has its size, and what would change it.
 
     Raises:
-        CliError: there is no such service, or the cluster does not answer.
+        CliError: there is no such service, or the cluster does not answer; or see `replay_file`.
     """
+    if record is not None:
+        await replay_file(record, last=last)
+        return
     async with open_cluster(kubeconfig, namespace, context) as access:
         if name is not None:
             services = [await find_service(access, name)]
@@ -36,11 +50,11 @@ async def explain_services(
             services = await access.cluster.list(VLM_SERVICE, access.namespace)
         if not services:
             raise CliError(f"there is no VLMService in namespace {access.namespace!r}")
-        texts = [await _told(access, service) for service in services]
+        texts = [await _explanation(access, service) for service in services]
     console().print("\n\n".join(texts), markup=False)
 
 
-async def explain_records(path: Path, *, last: bool) -> None:
+async def replay_file(path: Path, *, last: bool) -> None:
     """Replay each record of a file; print its explanation, and whether the result is the same.
 
     Raises:
@@ -51,15 +65,15 @@ async def explain_records(path: Path, *, last: bool) -> None:
     except OSError as error:
         raise CliError(f"{path} cannot be read: {error.strerror}") from error
     records = list(_records(path, lines))
-    unlike = []
+    different = []
     for number, record in records[-1:] if last else records:
         found = differences(record, replay(record))
         same = "replayed: the same" if not found else f"replayed: differs in {found[0]}"
         console().print(f"{explain(record)}\n\n{same}\n", markup=False)
-        unlike += [number] if found else []
-    if unlike:
+        different += [number] if found else []
+    if different:
         raise CliError(
-            f"line {unlike[0]} of {path} comes out differently",
+            f"line {different[0]} of {path} comes out differently",
             "was it written by another version of the operator?",
         )
 
@@ -84,7 +98,7 @@ def _records(path: Path, lines: list[str]) -> list[tuple[int, Record]]:
     return found
 
 
-async def _told(access: Access, service: Manifest) -> str:
+async def _explanation(access: Access, service: Manifest) -> str:
     meta = service["metadata"]
     head = [f"{meta['namespace']}/{meta['name']}"]
     for kind in _CONDITIONS:
@@ -108,9 +122,9 @@ def memory_notes(memory: Memory, *, now: float) -> dict[Role, list[str]]:
 
     `now` is in seconds since the epoch.
     """
-    found: dict[Role, list[str]] = {}
+    notes_by_role: dict[Role, list[str]] = {}
     for role, pace in memory.pace.pools.items():
-        notes = found.setdefault(role, [])
+        notes = notes_by_role.setdefault(role, [])
         for name, item in sorted(pace.exhausted.items()):
             if now < item.until:
                 minutes = (item.until - now) / 60
@@ -123,4 +137,4 @@ def memory_notes(memory: Memory, *, now: float) -> dict[Role, list[str]]:
         for change in pace.changes[-3:]:
             minutes = max(0.0, now - change.at) / 60
             notes.append(f"{change.before} → {change.to} {minutes:.0f} min ago")
-    return found
+    return notes_by_role

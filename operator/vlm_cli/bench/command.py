@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import aiohttp
+import typer
 
 from vlm_cli.bench.load import Arrival, Result, poisson, run_load
 from vlm_cli.bench.report import print_report, summarise
 from vlm_cli.client import Answer, chat_body, read_image, stream_chat
 from vlm_cli.images import make_image
-from vlm_cli.output import CliError, Format, console, emit, notes
+from vlm_cli.output import (
+    ApiKey,
+    CliError,
+    Context,
+    Format,
+    Images,
+    Kubeconfig,
+    Model,
+    Namespace,
+    Output,
+    Url,
+    console,
+    emit,
+    notes,
+)
 from vlm_cli.target import Options, Target, open_target
 
 IMAGE_QUESTION = "What color is the shape?"
 TEXT_QUESTION = "What is 2 + 3?"
 
-NUM_SEEDS = 1 << 24
-"""Number of random seeds; small, so that a seed is easy to type."""
+NUM_SEEDS = 1 << 24  # small, so that a seed is easy to type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +48,9 @@ class Load:
         rate: mean requests per second.
         duration: seconds of load.
         image_share: share of requests with an image, 0 to 1.
-        images: image files; if empty, images are generated.
+        images: image files; if empty, images of `width` by `height` pixels are generated.
         distinct: number of different generated images; 0 means one per request.
-        width: pixels of generated images.
-        height: pixels of generated images.
         question: text of every request; None means a default.
-        max_tokens: limit of each answer.
         seed: seed of arrivals and images.
         timeout: seconds for one answer.
         drain: seconds to wait for answers after the last request.
@@ -62,7 +75,63 @@ def new_seed() -> int:
     return secrets.randbelow(NUM_SEEDS)
 
 
-async def bench(options: Options, load: Load, *, form: Format) -> None:
+async def bench(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; left out with --url.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, on average.")] = 2.0,
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds of load.")] = 30.0,
+    image_share: Annotated[float, typer.Option(min=0, max=1, help="With an image.")] = 0.5,
+    image: Images = None,
+    distinct: Annotated[
+        int, typer.Option(min=0, help="Different images to make; 0: one a request.")
+    ] = 0,
+    image_size: Annotated[str, typer.Option(metavar="WxH", help="Of made images.")] = "224x224",
+    question: Annotated[str | None, typer.Option(help="Asked every time.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Same seed, same load.  [default: a new one, printed]")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.")] = 60.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds to wait at the end.")] = 60.0,
+    namespace: Namespace = None,
+    url: Url = None,
+    model: Model = None,
+    api_key: ApiKey = None,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Send open-loop load (Poisson) and report percentiles, stages and errors.
+
+    Raises:
+        CliError: see `run`.
+    """
+    width, height = _size(image_size)
+    load = Load(
+        rate=rate,
+        duration=duration,
+        image_share=image_share,
+        images=image or [],
+        distinct=distinct,
+        width=width,
+        height=height,
+        question=question,
+        max_tokens=max_tokens,
+        seed=new_seed() if seed is None else seed,
+        timeout=timeout,
+        drain=drain,
+    )
+    options = Options(name, url, namespace, kubeconfig, api_key, model, context)
+    await run(options, load, output=output)
+
+
+def _size(text: str) -> tuple[int, int]:
+    size = re.fullmatch(r"([0-9]+)x([0-9]+)", text)
+    if size is None or not all(8 <= int(side) <= 4096 for side in size.groups()):
+        raise typer.BadParameter("write WIDTHxHEIGHT, each 8 to 4096", param_hint="--image-size")
+    return int(size[1]), int(size[2])
+
+
+async def run(options: Options, load: Load, *, output: Format) -> None:
     """Run the load and print its report.
 
     Raises:
@@ -85,10 +154,10 @@ async def bench(options: Options, load: Load, *, form: Format) -> None:
         results = await _run(target, load, arrivals, files)
         elapsed = time.perf_counter() - start
     report = {"load": _described(load, target)} | summarise(results, elapsed=elapsed)
-    if form is Format.TABLE:
+    if output is Format.TABLE:
         print_report(report, console())
     else:
-        emit(report, form)
+        emit(report, output)
     if results and all(result.answer is None for result in results):
         raise CliError(f"none of {len(results)} requests was answered", "see the errors above")
 

@@ -78,15 +78,11 @@ async def run_load(
     ask: Callable[[Arrival], Awaitable[Answer]],
     *,
     drain_seconds: float,
-    on_result: Callable[[Result], None] | None = None,
 ) -> list[Result]:
     """Send each request at its time, then wait for answers for at most `drain_seconds`.
 
     A cancellation (Ctrl-C) ends the run early: requests in flight are cancelled and counted,
-    unsent ones are not counted. Requests that outlast the drain are cancelled too.
-
-    Returns:
-        One result for each sent request.
+    unsent ones are not counted. Requests that outlast the drain are cancelled, too.
     """
     start = time.perf_counter()
     results: list[Result] = []
@@ -94,10 +90,7 @@ async def run_load(
 
     async def one(arrival: Arrival) -> None:
         lag = time.perf_counter() - start - arrival.at
-        result = await _ask(arrival, ask, lag)
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
+        results.append(await _ask(arrival, ask, lag))
 
     try:
         for arrival in arrivals:

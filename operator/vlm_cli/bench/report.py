@@ -17,15 +17,10 @@ PERCENTILES = (50, 95, 99)
 
 
 def summarise(results: Sequence[Result], *, elapsed: float) -> dict[str, Any]:
-    """Return the report of a run, as `-o json` prints it.
+    """Return the report of a run, as `-o json` prints it; `elapsed` is in seconds.
 
-    Args:
-        results: one for each sent request.
-        elapsed: duration of the run in seconds.
-
-    Returns:
-        `requests` in total and by modality, with `sent = ok + rejected + failed + cancelled`.
-        Times are in milliseconds. `stages` by modality contain answers with stage times.
+    `results` has one item for each sent request, so `sent = ok + rejected + failed + cancelled`.
+    `stages` counts only answers with stage times.
     """
     groups = {
         "all": results,
@@ -47,7 +42,7 @@ def summarise(results: Sequence[Result], *, elapsed: float) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], out: Console) -> None:
-    """The same as tables."""
+    """Print a report as tables."""
     counts = [outcome.value for outcome in Outcome]
     times = [f"TTFT-P{p}" for p in PERCENTILES] + ["ITL-P50", "ITL-P95", "TOTAL-P95"]
     heads = ["SENT", *(c.upper() for c in counts), *times]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,37 +15,39 @@ from vlm_cli.access import open_cluster
 from vlm_cli.doctor import installed, nodes, rights, services
 from vlm_cli.doctor.facts import Facts, Finding, Level
 from vlm_cli.doctor.gather import gather
-from vlm_cli.output import CliError, Format, console, emit
+from vlm_cli.output import CliError, Context, Format, Kubeconfig, Output, console, emit
 
 Check = Callable[[Facts], Iterator[Finding]]
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
-async def examine_cluster(
-    *,
-    namespace: str | None,
-    kubeconfig: str | None,
-    context: str | None,
-    form: Format,
-    now: float,
-    probe: bool,
+async def doctor(
+    namespace: Annotated[
+        str | None,
+        typer.Option("-n", "--namespace", metavar="NS", help="Services of one; default: all."),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also fetch the metrics of one gateway.")
+    ] = False,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
 ) -> None:
-    """Examine a cluster and print the findings.
-
-    `now` is in seconds since the epoch. `probe` also fetches the metrics of one gateway.
+    """Say what is missing in this cluster, and what to do; status 1 where something fails.
 
     Raises:
         typer.Exit: status 1, if a finding has level `fail`.
     """
+    now = datetime.datetime.now(datetime.UTC).timestamp()
     try:
         async with open_cluster(kubeconfig, namespace, context) as access:
             found = examine(await gather(access, namespace, now=now, probe=probe))
     except CliError as error:
         found = [Finding("api", Level.FAIL, error.problem, error.remedy)]
-    if form is Format.TABLE:
+    if output is Format.TABLE:
         print_findings(found, console())
     else:
-        emit([dataclasses.asdict(item) for item in found], form)
+        emit([dataclasses.asdict(item) for item in found], output)
     if any(item.level is Level.FAIL for item in found):
         raise typer.Exit(1)
 
@@ -98,5 +102,4 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Run all checks."""
     return [finding for check in CHECKS for finding in check(facts)]

@@ -5,34 +5,28 @@ from typing import Any
 
 import pytest
 
-from vlm_cli.chat import Question, chat
-from vlm_cli.output import CliError, Format
-from vlm_cli.target import Options
+from vlm_cli.chat import chat
+from vlm_cli.output import CliError
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
+QUESTION = "What shape?"
 
 
-def straight(url: str | None, **changes: Any) -> Options:
-    fields = {"name": None, "url": url, "namespace": None, "kubeconfig": None}
-    return Options(**(fields | {"api_key": None, "model": None} | changes))
+def straight(url: str, **flags: Any) -> dict[str, Any]:
+    """The arguments that ask an address."""
+    return {"name": QUESTION, "url": url, **flags}
 
 
-def through(kubeconfig: str, name: str = "demo", **changes: Any) -> Options:
-    return straight(None, name=name, kubeconfig=kubeconfig, **changes)
+def through(kubeconfig: str, name: str = "demo", **flags: Any) -> dict[str, Any]:
+    """The arguments that ask a service of a cluster."""
+    return {"name": name, "question": QUESTION, "kubeconfig": kubeconfig, **flags}
 
 
-def question(*images: Path, **changes: Any) -> Question:
-    fields: dict[str, Any] = {"text": "What shape?", "images": images, "detail": None}
-    return Question(**(fields | {"max_tokens": 16, "temperature": 0.0} | changes))
+async def ask(target: dict[str, Any], *images: Path, **flags: Any) -> None:
+    await chat(**{"image": list(images), "max_tokens": 16, "timeout": 10.0} | target | flags)
 
 
-async def ask(
-    options: Options, asked: Question | None = None, form: Format = Format.TABLE, **changes: Any
-) -> None:
-    await chat(options, asked or question(), form=form, **{"timeout": 10.0} | changes)
-
-
-async def failure(options: Options, asked: Question | None = None, **changes: Any) -> CliError:
+async def failure(target: dict[str, Any], *images: Path, **flags: Any) -> CliError:
     with pytest.raises(CliError) as caught:
-        await ask(options, asked, **changes)
+        await ask(target, *images, **flags)
     return caught.value

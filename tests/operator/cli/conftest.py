@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import datetime
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -222,13 +223,14 @@ def add_service(api: ApiServer) -> Callable[..., dict[str, Any]]:
     ) -> dict[str, Any]:
         if conditions is None:
             conditions = [{"type": "Ready", "status": "True", "reason": "AllReady", "message": ""}]
+        half_an_hour_ago = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=30)
         service = {
             "apiVersion": "triptych.dev/v1alpha1",
             "kind": "VLMService",
             "metadata": {
                 "name": name,
                 "namespace": namespace,
-                "creationTimestamp": "2026-11-21T10:00:00Z",
+                "creationTimestamp": half_an_hour_ago.isoformat(),
             },
             "spec": {"model": {"uri": "pvc://shapes", "servedName": "shapes"}},
             "status": {"conditions": conditions, **status},

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_cli.bench.command import NUM_SEEDS, Load, bench, new_seed
+from vlm_cli.bench.command import NUM_SEEDS, Load, bench, new_seed, run
 from vlm_cli.bench.load import Arrival, Outcome, Result, poisson, run_load
 from vlm_cli.bench.report import percentile, summarise
 from vlm_cli.client import Answer, ApiError
@@ -45,7 +45,7 @@ def load(**changes: Any) -> Load:
 async def report(openai: Any, capsys: pytest.CaptureFixture[str], **changes: Any) -> dict[str, Any]:
     options = Options(None, openai.url, None, None, None, None)
     with contextlib.suppress(CliError):  # that no request was answered; the report says it, too
-        await bench(options, load(**changes), form=Format.JSON)
+        await run(options, load(**changes), output=Format.JSON)
     return dict(json.loads(capsys.readouterr().out))
 
 
@@ -55,7 +55,7 @@ def adds_up(group: dict[str, Any]) -> bool:
 
 async def test_what_repeats_a_run_is_said(openai: Any, capsys: pytest.CaptureFixture[str]) -> None:
     options = Options(None, openai.url, None, None, None, None)
-    await bench(options, load(seed=7), form=Format.JSON)
+    await run(options, load(seed=7), output=Format.JSON)
     assert "--seed=7 repeats them" in " ".join(capsys.readouterr().err.split())
 
 
@@ -142,14 +142,14 @@ async def test_a_run_without_an_answer_fails_after_its_report(
     openai.status = 500
     options = Options(None, openai.url, None, None, None, "m")
     with pytest.raises(CliError, match=r"none of \d+ requests was answered"):
-        await bench(options, load(), form=Format.TABLE)
+        await run(options, load(), output=Format.TABLE)
     out = capsys.readouterr().out
     assert "overloaded" in out
     assert "ok" in out.lower()
 
 
 async def test_people_get_tables(openai: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    await bench(Options(None, openai.url, None, None, None, None), load(), form=Format.TABLE)
+    await run(Options(None, openai.url, None, None, None, None), load(), output=Format.TABLE)
     captured = capsys.readouterr()
     heads = captured.out.splitlines()[0].split()
     assert heads[:6] == ["REQUESTS", "SENT", "OK", "REJECTED", "FAILED", "CANCELLED"]
@@ -182,10 +182,15 @@ async def test_made_images_are_as_many_as_asked_for(
     assert len(set(urls)) == (distinct or len(urls))
 
 
+async def test_without_a_name_or_an_address_nothing_is_sent() -> None:
+    with pytest.raises(CliError, match="no service is named"):
+        await bench()
+
+
 async def test_no_arrivals_are_an_error_in_words() -> None:
     options = Options(None, "http://127.0.0.1:1", None, None, None, "m")
     with pytest.raises(CliError, match="no request falls into"):
-        await bench(options, load(rate=0.001), form=Format.TABLE)
+        await run(options, load(rate=0.001), output=Format.TABLE)
 
 
 @given(rate=st.floats(1, 500), duration=st.floats(0.1, 20), seed=st.integers(0, 99))

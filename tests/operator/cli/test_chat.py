@@ -12,7 +12,7 @@ import yaml
 
 from vlm_cli.output import Format
 
-from .asking import PNG, ask, failure, question, straight, through
+from .asking import PNG, ask, failure, straight, through
 
 
 async def test_the_answer_the_stages_and_the_usage_are_shown(
@@ -48,7 +48,7 @@ async def test_bars_follow_each_other_and_fill_the_width(
 async def test_images_travel_as_data_urls_before_the_question(openai: Any, tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     image.write_bytes(PNG)
-    await ask(straight(openai.url), question(image, image, detail="low"))
+    await ask(straight(openai.url), image, image, detail="low")
     (body,) = openai.bodies
     first, second, text = body["messages"][0]["content"]
     assert first == second
@@ -72,7 +72,7 @@ async def test_machines_get_one_document(
     form: Format,
     read: Callable[[str], dict[str, Any]],
 ) -> None:
-    await ask(straight(openai.url + "/v1/", model="other"), form=form)
+    await ask(straight(openai.url + "/v1/", model="other"), output=form)
     answer = read(capsys.readouterr().out)
     assert answer["answer"] == "a red circle"
     assert answer["finishReason"] == "stop"
@@ -125,7 +125,7 @@ async def test_a_big_image_passes_the_port_forward(
     add_gateway("g")
     image = tmp_path / "big.png"
     image.write_bytes(PNG + bytes(3 << 20))
-    await ask(through(kubeconfig), question(image))
+    await ask(through(kubeconfig), image)
     url = openai.bodies[0]["messages"][0]["content"][0]["image_url"]["url"]
     assert base64.b64decode(url.partition(",")[2]) == image.read_bytes()
 

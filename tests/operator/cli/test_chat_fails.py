@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from .asking import failure, question, straight, through
+from .asking import failure, straight, through
 
 
 async def test_an_unknown_service_names_those_that_exist(kubeconfig: str, add_service: Any) -> None:
@@ -107,11 +107,11 @@ async def test_a_slow_answer_is_given_up(openai: Any) -> None:
 
 
 async def test_images_that_are_none_are_named(openai: Any, tmp_path: Path) -> None:
-    error = await failure(straight(openai.url), question(tmp_path / "none.png"))
+    error = await failure(straight(openai.url), tmp_path / "none.png")
     assert "none.png cannot be read: No such file" in error.problem
     text = tmp_path / "a.txt"
     text.write_text("hello")
-    error = await failure(straight(openai.url), question(text))
+    error = await failure(straight(openai.url), text)
     assert "a.txt is not a PNG, JPEG, WebP or GIF" in error.problem
     assert openai.bodies == []
 
@@ -120,4 +120,3 @@ async def test_addresses_that_are_no_api_are_named(openai: Any, api: Any) -> Non
     assert "does not answer" in (await failure(straight("http://127.0.0.1:1"))).problem
     openai.status = 401
     assert "asks for a key" in (await failure(straight(openai.url))).problem
-    assert "no service is named" in (await failure(straight(None))).problem

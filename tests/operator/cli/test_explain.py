@@ -10,7 +10,7 @@ import pytest
 
 from support.sizing import World, need, pool, service
 from vlm_cli.output import CliError
-from vlm_cli.why import explain_records, explain_services, memory_notes
+from vlm_cli.why import memory_notes, replay_file, why
 from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.history import Exhausted
 from vlm_operator.autoscale.memory import dump
@@ -55,7 +55,7 @@ async def test_a_service_is_explained_from_its_status_and_its_memory(
         "/api/v1/namespaces/vision/configmaps",
         {"metadata": {"name": "demo-autoscaler"}, "data": {"memory.json": dump(remembered())}},
     )
-    await explain_services("demo", namespace=None, kubeconfig=kubeconfig)
+    await why("demo", kubeconfig=kubeconfig)
     assert capsys.readouterr().out.splitlines() == [
         "vision/demo",
         "ScalingActive True: budget",
@@ -76,10 +76,10 @@ async def test_all_services_are_explained_and_a_missing_status_is_said(
     kubeconfig: str, add_service: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CliError, match="no VLMService in namespace 'vision'"):
-        await explain_services(None, namespace=None, kubeconfig=kubeconfig)
+        await why(kubeconfig=kubeconfig)
     add_service("one")
     add_service("two")
-    await explain_services(None, namespace=None, kubeconfig=kubeconfig)
+    await why(kubeconfig=kubeconfig)
     out = capsys.readouterr().out
     assert "vision/one" in out
     assert "vision/two" in out
@@ -92,11 +92,11 @@ async def test_records_are_replayed_line_by_line_and_other_lines_of_a_log_passed
     log = tmp_path / "operator.log"
     lines = [json.dumps({"record": json.loads(item.dump())}) for item in recorded(3)]
     log.write_text("\n".join(["starting", '{"message": "hello"}', *lines]) + "\n")
-    await explain_records(log, last=False)
+    await replay_file(log, last=False)
     out = capsys.readouterr().out
     assert out.count("replayed: the same") == 3
     assert out.count("stays at 2") == 3
-    await explain_records(log, last=True)
+    await replay_file(log, last=True)
     assert capsys.readouterr().out.count("replayed: the same") == 1
 
 
@@ -108,16 +108,16 @@ async def test_a_record_that_comes_out_differently_is_said_where_it_does(
     log = tmp_path / "changed.log"
     log.write_text(json.dumps(value))
     with pytest.raises(CliError, match=r"line 1 of .*changed.log comes out differently"):
-        await explain_records(log, last=False)
+        await replay_file(log, last=False)
     assert "differs in outcome.decisions.decode.to: recorded 7, now 2" in capsys.readouterr().out
 
 
 async def test_a_file_without_records_or_no_file_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "empty.log").write_text('{"version": 9}\n')
     with pytest.raises(CliError, match=r"has no record of a decision: line 1: .*version 9"):
-        await explain_records(tmp_path / "empty.log", last=False)
+        await replay_file(tmp_path / "empty.log", last=False)
     with pytest.raises(CliError, match="cannot be read: No such file"):
-        await explain_records(tmp_path / "none.log", last=False)
+        await replay_file(tmp_path / "none.log", last=False)
 
 
 def test_an_empty_memory_has_nothing_to_note() -> None:

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from support.world import body, pool
-from vlm_cli.offline import show_children, show_rehearsal
+from vlm_cli.offline import render
 from vlm_cli.output import CliError, Format
+from vlm_cli.rollout_plan import rollout_plan
 
 EXAMPLES = sorted(
     {
@@ -38,7 +39,7 @@ def write(tmp_path: Path):
 
 
 async def steps(old: Path, new: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    await show_rehearsal(old, new, worker_image=None, form=Format.JSON)
+    await rollout_plan(old=old, new=new, output=Format.JSON)
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return found
 
@@ -77,7 +78,7 @@ def _old(row: dict[str, Any], role: str) -> int:
 
 async def test_a_table_says_what_each_step_waits_for(write, capsys):
     path = write("same", body())
-    await show_rehearsal(path, path, worker_image=None, form=Format.TABLE)
+    await rollout_plan(old=path, new=path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [
         "#", "ENCODER", "PREFILL", "DECODE", "GATEWAY", "WAITS", "FOR",
@@ -88,7 +89,7 @@ async def test_a_table_says_what_each_step_waits_for(write, capsys):
 
 async def test_a_table_tells_old_pods_from_new_ones_where_a_role_moves(write, capsys):
     old, new = write("old", body(encoder=pool(), decode=pool(2))), write("new", body())
-    await show_rehearsal(old, new, worker_image=None, form=Format.TABLE)
+    await rollout_plan(old=old, new=new)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "# ENCODER PREFILL DECODE GATEWAY WAITS FOR"
     assert lines[1].startswith("1 1 1 2 old 1 "), lines[1]
@@ -97,7 +98,7 @@ async def test_a_table_tells_old_pods_from_new_ones_where_a_role_moves(write, ca
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 async def test_every_example_renders_to_objects_without_an_owner(path: Path, capsys):
-    await show_children(path, worker_image="worker:1", namespace="here")
+    await render(path, worker_image="worker:1", namespace="here")
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
     kinds = {item["kind"] for item in objects}
     assert {"Deployment", "Service", "NetworkPolicy", "ServiceAccount", "VLMPool"} <= kinds
@@ -120,11 +121,11 @@ async def test_every_example_renders_to_objects_without_an_owner(path: Path, cap
 )
 async def test_a_file_that_cannot_be_rendered_says_why(write, text: str, said: str):
     with pytest.raises(CliError) as refused:
-        await show_children(write("bad", text), worker_image=None, namespace=None)
+        await render(write("bad", text))
     assert said in refused.value.problem
 
 
 async def test_a_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(CliError) as refused:
-        await show_children(tmp_path / "none.yaml", worker_image=None, namespace=None)
+        await render(tmp_path / "none.yaml")
     assert "none.yaml cannot be read: No such file" in refused.value.problem

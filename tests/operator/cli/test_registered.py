@@ -1,10 +1,21 @@
-"""Other packages add commands to `vlm` through an entry-point group."""
+"""Every command is loaded by its name; other packages add commands through an entry-point group."""
 
-from importlib.metadata import entry_points
+import typer
 
-from vlm_local.command import demo
+from vlm_cli.app import app
+
+COMMANDS = {
+    *("bench", "chat", "demo", "doctor", "release-finalizers"),
+    *("render", "rollout-plan", "simulate", "status", "why"),
+}
 
 
-def test_the_local_cluster_registers_the_command_demo():
-    found = {item.name: item.load() for item in entry_points(group="vlm.commands")}
-    assert found["demo"] is demo
+def test_every_command_is_listed_and_has_a_help_text_of_one_line():
+    group = typer.main.get_command(app)
+    assert set(group.list_commands(None)) == COMMANDS
+    texts = {name: group.get_command(None, name).help for name in COMMANDS}
+    assert all(text and "\n" not in text for text in texts.values()), texts
+
+
+def test_an_unknown_command_is_none():
+    assert typer.main.get_command(app).get_command(None, "nothing") is None

@@ -94,7 +94,7 @@ def test_a_baseline_runs_beside_it_and_a_chart_is_drawn(tmp_path):
         (["--trace", "nope"], "no trace 'nope'"),
         (["--against", "nope"], "no baseline 'nope'"),
         (["--plot", "x.gif"], "write FILE.svg"),
-        (["--policy", "/nowhere.yaml"], "cannot read"),
+        (["--policy", "/nowhere.yaml"], "cannot be read"),
     ],
 )
 def test_what_is_not_there_is_said(args, words):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import pathlib
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import yaml
 
 from support.live import install
 from support.world import body, pool
-from vlm_cli.doctor.command import examine_cluster
+from vlm_cli.doctor.command import doctor
 from vlm_cli.output import Format
 from vlm_local.controlplane import ControlPlane
 
@@ -46,13 +45,9 @@ async def examined(
     kubeconfig: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, list[dict[str, Any]]]:
     """The exit status, and the findings as `-o json` prints them."""
-    now = datetime.datetime.now(datetime.UTC).timestamp()
     status = 0
     try:
-        await examine_cluster(
-            namespace=SPACE, kubeconfig=str(kubeconfig), context=None,
-            form=Format.JSON, now=now, probe=True,
-        )  # fmt: skip
+        await doctor(SPACE, probe=True, output=Format.JSON, kubeconfig=str(kubeconfig))
     except typer.Exit as ended:
         status = ended.exit_code
     return status, json.loads(capsys.readouterr().out)

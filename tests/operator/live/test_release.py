@@ -20,9 +20,7 @@ async def test_a_deleted_service_goes_and_others_stay_as_they_are(
     kubectl, namespace = control_plane.kubectl, f"release-{uuid.uuid4().hex[:8]}"
     where = {
         "namespace": namespace,
-        "everywhere": False,
         "kubeconfig": str(control_plane.kubeconfig),
-        "context": None,
     }
     kubectl("apply", "-f", "crds")
     control_plane.await_crds()
@@ -35,7 +33,7 @@ async def test_a_deleted_service_goes_and_others_stay_as_they_are(
         kubectl("-n", namespace, "delete", "vlm", name, "--wait=false")
     with pytest.raises(CliError, match="'alive' is not being deleted"):
         await release("alive", **where)
-    await release(None, **where)
+    await release(**where)
     assert capsys.readouterr().out.splitlines() == [
         f"released {namespace}/plain",
         f"released {namespace}/shared",
@@ -46,7 +44,7 @@ async def test_a_deleted_service_goes_and_others_stay_as_they_are(
         "shared": ["example.com/other"],
     }
     with pytest.raises(CliError, match="no VLMService is being deleted"):
-        await release(None, **where)
+        await release(**where)
     for name in ("alive", "shared"):
         patch = '{"metadata": {"finalizers": null}}'
         kubectl("-n", namespace, "patch", "vlm", name, "--type=merge", "-p", patch)

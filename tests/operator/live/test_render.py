@@ -9,9 +9,8 @@ import pytest
 
 from support.live import Live
 from support.world import body, pool
-from vlm_cli.offline import show_children
-from vlm_cli.output import Format
-from vlm_cli.revisions import show_rollout
+from vlm_cli.offline import render
+from vlm_cli.rollout_plan import rollout_plan
 
 pytestmark = pytest.mark.cluster
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -21,7 +20,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 async def test_kubectl_takes_what_is_rendered(
     live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str], example: str
 ):
-    await show_children(EXAMPLES / example, worker_image="worker:1", namespace="live")
+    await render(EXAMPLES / example, worker_image="worker:1", namespace="live")
     rendered = tmp_path / "objects.yaml"
     rendered.write_text(capsys.readouterr().out)
     said = live.kubectl("apply", "--dry-run=server", "-f", str(rendered))
@@ -49,13 +48,7 @@ async def test_a_rollout_is_shown_by_revision_with_what_it_waits_for(
         seconds=5,
     )
     capsys.readouterr()  # what waiting printed
-    await show_rollout(
-        "shown",
-        namespace="live",
-        kubeconfig=str(live.plane.kubeconfig),
-        context=None,
-        form=Format.TABLE,
-    )
+    await rollout_plan("shown", namespace="live", kubeconfig=str(live.plane.kubeconfig))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ROLE", "VARIANT", "REVISION", "COMPAT", "READY", "NOTE"]
     assert [line.split()[0] for line in lines[1:4]] == ["decode", "decode", "gateway"]
