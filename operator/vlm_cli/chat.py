@@ -8,42 +8,27 @@ import aiohttp
 import typer
 from rich.console import Console
 
+from vlm_cli import flags
 from vlm_cli.client import Answer, ApiError, chat_body, read_image, stream_chat
-from vlm_cli.output import (
-    ApiKey,
-    CliError,
-    Context,
-    Format,
-    Images,
-    Kubeconfig,
-    Model,
-    Namespace,
-    Output,
-    Url,
-    console,
-    emit,
-    notes,
-    ordered,
-    ttft_breakdown,
-)
+from vlm_cli.output import CliError, Format, console, emit, notes, ordered, ttft_breakdown
 from vlm_cli.target import Options, open_target
 
 
 async def chat(
     name: Annotated[str, typer.Argument(help="A VLMService; left out with --url.")],
     question: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
-    image: Images = None,
+    image: flags.Images = None,
     detail: Annotated[str | None, typer.Option(help="auto, low, high or original.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of the answer.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the answer.")] = 120.0,
-    namespace: Namespace = None,
-    url: Url = None,
-    model: Model = None,
-    api_key: ApiKey = None,
-    output: Output = Format.TABLE,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
+    namespace: flags.Namespace = None,
+    url: flags.Url = None,
+    model: flags.Model = None,
+    api_key: flags.ApiKey = None,
+    output: flags.Output = Format.TABLE,
+    kubeconfig: flags.Kubeconfig = None,
+    context: flags.Context = None,
 ) -> None:
     """Ask one question, about images or not, and see where the time went.
 

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from vlm_cli.output import CliError, Namespace, WorkerImage
+from vlm_cli import flags
+from vlm_cli.output import CliError
 from vlm_cli.preview import children
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
@@ -50,8 +51,8 @@ async def render(
         Path,
         typer.Option("-f", "--filename", metavar="PATH", help="A file or folder; - reads stdin."),
     ],
-    worker_image: WorkerImage = None,
-    namespace: Namespace = None,
+    worker_image: flags.WorkerImage = None,
+    namespace: flags.Namespace = None,
 ) -> None:
     """Print the objects that the operator makes of a manifest, as YAML, without a cluster.
 

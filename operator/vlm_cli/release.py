@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+from vlm_cli import flags
 from vlm_cli.access import find_service, open_cluster
-from vlm_cli.output import (
-    AllNamespaces,
-    CliError,
-    Context,
-    Kubeconfig,
-    Namespace,
-    ServiceName,
-    console,
-)
+from vlm_cli.output import CliError, console
 from vlm_operator import names
 from vlm_operator.apply.pod_and_status_writes import write_finalizers
 from vlm_operator.cluster import VLM_SERVICE, Manifest
@@ -20,11 +13,11 @@ _MANAGER = "vlm"
 
 
 async def release(
-    name: ServiceName = None,
-    namespace: Namespace = None,
-    everywhere: AllNamespaces = False,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
+    name: flags.ServiceName = None,
+    namespace: flags.Namespace = None,
+    everywhere: flags.AllNamespaces = False,
+    kubeconfig: flags.Kubeconfig = None,
+    context: flags.Context = None,
 ) -> None:
     """Remove the finalizers of deleted services if the operator is gone: nothing else does.
 

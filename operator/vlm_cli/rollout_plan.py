@@ -8,20 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from vlm_cli import flags
 from vlm_cli.access import condition, find_service, open_cluster
 from vlm_cli.offline import operator_options, read_documents
-from vlm_cli.output import (
-    CliError,
-    Context,
-    Format,
-    Kubeconfig,
-    Namespace,
-    Output,
-    WorkerImage,
-    console,
-    emit,
-    plain_table,
-)
+from vlm_cli.output import CliError, Format, console, emit, plain_table
 from vlm_cli.preview import Row, preview
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, Manifest
@@ -40,11 +30,11 @@ async def rollout_plan(
     new: Annotated[
         Path | None, typer.Option("--to", metavar="FILE", help="The manifest to apply.")
     ] = None,
-    worker_image: WorkerImage = None,
-    namespace: Namespace = None,
-    output: Output = Format.TABLE,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
+    worker_image: flags.WorkerImage = None,
+    namespace: flags.Namespace = None,
+    output: flags.Output = Format.TABLE,
+    kubeconfig: flags.Kubeconfig = None,
+    context: flags.Context = None,
 ) -> None:
     """Print the steps from one manifest to another, offline; or where a service's rollout is.
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any, TextIO
 import typer
 import yaml
 
+from vlm_cli import flags
 from vlm_cli.offline import read_documents
-from vlm_cli.output import CliError, Format, Output, console, emit, plain_table
+from vlm_cli.output import CliError, Format, console, emit, plain_table
 from vlm_cli.simulator import run as simulator
 from vlm_cli.simulator.baselines import BASELINES
 from vlm_cli.simulator.chart import Point, draw
@@ -69,7 +70,7 @@ async def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Decisions, for `vlm why --record`."),
     ] = None,
-    output: Output = Format.TABLE,
+    output: flags.Output = Format.TABLE,
 ) -> None:
     """Try a policy on traffic, in simulated time, beside what other autoscalers do.
 

@@ -8,21 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
+from vlm_cli import flags
 from vlm_cli.access import condition, find_service, open_cluster
-from vlm_cli.output import (
-    STAGES,
-    AllNamespaces,
-    CliError,
-    Context,
-    Format,
-    Kubeconfig,
-    Namespace,
-    Output,
-    ServiceName,
-    console,
-    emit,
-    plain_table,
-)
+from vlm_cli.output import STAGES, CliError, Format, console, emit, plain_table
 from vlm_operator.cluster import VLM_SERVICE, Manifest
 from vlm_operator.names import POOL_ROLES
 
@@ -32,12 +20,12 @@ _COLUMNS = ("NAME", "READY", "MODEL", "ENC", "PRE", "DEC", "TTFT-P95", "KV%", "S
 
 
 async def status(
-    name: ServiceName = None,
-    namespace: Namespace = None,
-    everywhere: AllNamespaces = False,
-    output: Output = Format.TABLE,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
+    name: flags.ServiceName = None,
+    namespace: flags.Namespace = None,
+    everywhere: flags.AllNamespaces = False,
+    output: flags.Output = Format.TABLE,
+    kubeconfig: flags.Kubeconfig = None,
+    context: flags.Context = None,
 ) -> None:
     """Show what runs, what blocks and where the time goes.
 

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from vlm_cli import flags
 from vlm_cli.access import Access, condition, find_service, open_cluster
-from vlm_cli.output import CliError, Context, Kubeconfig, Namespace, ServiceName, console
+from vlm_cli.output import CliError, console
 from vlm_operator import names
 from vlm_operator.apply.pod_and_status_writes import MEMORY_KEY
 from vlm_operator.autoscale import memory as memories
@@ -25,15 +26,15 @@ _CONDITIONS = ("ScalingActive", "MetricsAvailable", "CapacitySufficient", "SLOAt
 
 
 async def why(
-    name: ServiceName = None,
+    name: flags.ServiceName = None,
     record: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Decide again what the operator logged, and say why."),
     ] = None,
     last: Annotated[bool, typer.Option("--last", help="Only the last record of FILE.")] = False,
-    namespace: Namespace = None,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
+    namespace: flags.Namespace = None,
+    kubeconfig: flags.Kubeconfig = None,
+    context: flags.Context = None,
 ) -> None:
     """Say why each pool has its size, and what would change it.
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, get_origin
 
 from pydantic import BaseModel
 
-from vlm_cli.definitions.manifests import KINDS, Kind
-from vlm_cli.definitions.schema import flatten
+from vlm_cli.definitions import KINDS, Kind, flatten
 from vlm_operator import names
 from vlm_operator.api.base import KEY_RESTARTS, KEY_UNSET, Model, Rule, Rules
 from vlm_operator.names import POOL_ROLES

@@ -13,25 +13,12 @@ from typing import Annotated
 import aiohttp
 import typer
 
+from vlm_cli import flags
 from vlm_cli.bench.load import Arrival, Result, poisson, run_load
 from vlm_cli.bench.report import print_report, summarise
 from vlm_cli.client import Answer, chat_body, read_image, stream_chat
 from vlm_cli.images import make_image
-from vlm_cli.output import (
-    ApiKey,
-    CliError,
-    Context,
-    Format,
-    Images,
-    Kubeconfig,
-    Model,
-    Namespace,
-    Output,
-    Url,
-    console,
-    emit,
-    notes,
-)
+from vlm_cli.output import CliError, Format, console, emit, notes
 from vlm_cli.target import Options, Target, open_target
 
 IMAGE_QUESTION = "What color is the shape?"
@@ -80,7 +67,7 @@ async def bench(
     rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, on average.")] = 2.0,
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds of load.")] = 30.0,
     image_share: Annotated[float, typer.Option(min=0, max=1, help="With an image.")] = 0.5,
-    image: Images = None,
+    image: flags.Images = None,
     distinct: Annotated[
         int, typer.Option(min=0, help="Different images to make; 0: one a request.")
     ] = 0,
@@ -92,13 +79,13 @@ async def bench(
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.")] = 60.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds to wait at the end.")] = 60.0,
-    namespace: Namespace = None,
-    url: Url = None,
-    model: Model = None,
-    api_key: ApiKey = None,
-    output: Output = Format.TABLE,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
+    namespace: flags.Namespace = None,
+    url: flags.Url = None,
+    model: flags.Model = None,
+    api_key: flags.ApiKey = None,
+    output: flags.Output = Format.TABLE,
+    kubeconfig: flags.Kubeconfig = None,
+    context: flags.Context = None,
 ) -> None:
     """Send open-loop load (Poisson) and report percentiles, stages and errors.
 

@@ -11,11 +11,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vlm_cli import flags
 from vlm_cli.access import open_cluster
 from vlm_cli.doctor import installed, nodes, rights, services
 from vlm_cli.doctor.facts import Facts, Finding, Level
 from vlm_cli.doctor.gather import gather
-from vlm_cli.output import CliError, Context, Format, Kubeconfig, Output, console, emit
+from vlm_cli.output import CliError, Format, console, emit
 
 Check = Callable[[Facts], Iterator[Finding]]
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
@@ -29,9 +30,9 @@ async def doctor(
     probe: Annotated[
         bool, typer.Option("--probe", help="Also fetch the metrics of one gateway.")
     ] = False,
-    output: Output = Format.TABLE,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
+    output: flags.Output = Format.TABLE,
+    kubeconfig: flags.Kubeconfig = None,
+    context: flags.Context = None,
 ) -> None:
     """Say what is missing in this cluster, and what to do; status 1 where something fails.
 
@@ -64,10 +65,10 @@ def print_findings(found: Sequence[Finding], out: Console) -> None:
     out.print("\n" + ", ".join(f"{count} {level.value}" for level, count in counts.items()))
 
 
-def unread(facts: Facts) -> Iterator[Finding]:
+def unreadable(facts: Facts) -> Iterator[Finding]:
     """Report kinds that could not be read, and so are not checked."""
-    for kind, why in facts.unread.items():
-        message = f"{kind.plural} cannot be judged: {why}"
+    for kind, reason in facts.unreadable.items():
+        message = f"{kind.plural} cannot be checked: {reason}"
         yield Finding("access", Level.WARN, message, "run it as an administrator, or with -n")
 
 
@@ -80,11 +81,11 @@ def gateway(facts: Facts) -> Iterator[Finding]:
 # In the order of output: prerequisites come first.
 CHECKS: tuple[Check, ...] = (
     installed.version,
-    unread,
+    unreadable,
     installed.definitions,
     rights.own,
     installed.operator,
-    installed.alone,
+    installed.exclusive,
     rights.operators,
     installed.gateway_role,
     nodes.ready,

@@ -1,4 +1,4 @@
-"""Input and output of the checks, as values: checks send no requests. The kinds that they read."""
+"""The input and the output of the checks, as values, and the kinds that the checks read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Right(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text for users, such as `patch vlmservices/status`."""
+        """Such as `patch vlmservices/status`."""
         return f"{self.verb} {self.resource}" + (f" {self.name}" if self.name else "")
 
 
@@ -73,7 +73,6 @@ class Installation:
     Attributes:
         namespace: namespace of its Lease.
         account: name of its ServiceAccount.
-        lease: name of its Lease.
         watched: namespaces that it watches; empty means all.
         deployment: None if there is none, such as for an operator outside of the cluster.
     """
@@ -91,7 +90,6 @@ class Installation:
         return f"{self.namespace}/{found['metadata']['name'] if found else self.lease}"
 
     def watches(self, namespace: str) -> bool:
-        """Whether it watches a namespace."""
         return not self.watched or namespace in self.watched
 
     @classmethod
@@ -119,28 +117,25 @@ class Facts:
     Attributes:
         now: seconds since the epoch, on the clock of this machine.
         version: version of the API server, such as `v1.34.2`.
-        objects: readable objects, by kind.
-        unread: reason for each kind that could not be read.
-        mine: permissions of the user.
+        unreadable: reason for each kind that could not be read.
         operators: permissions by name of the installation and namespace ("" means all). Empty if
             the review failed.
-        unasked: why the operators' permissions are unknown; "" if they are known.
+        review_problem: why the operators' permissions are unknown; "" if they are known.
         gateway: result of fetching a gateway's metrics; None without --probe.
     """
 
     now: float
     version: str
     objects: Mapping[Kind, Sequence[Manifest]] = dataclasses.field(default_factory=dict)
-    unread: Mapping[Kind, str] = dataclasses.field(default_factory=dict)
-    mine: Mapping[Right, bool] = dataclasses.field(default_factory=dict)
+    unreadable: Mapping[Kind, str] = dataclasses.field(default_factory=dict)
+    user_rights: Mapping[Right, bool] = dataclasses.field(default_factory=dict)
     operators: Mapping[tuple[str, str], Mapping[Right, bool]] = dataclasses.field(
         default_factory=dict
     )
-    unasked: str = ""
+    review_problem: str = ""
     gateway: Finding | None = None
 
     def all(self, kind: Kind) -> Sequence[Manifest]:
-        """Return the readable objects of a kind."""
         return self.objects.get(kind, ())
 
     def one(self, kind: Kind, name: str, namespace: str = "") -> Manifest | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import Iterable
 
 import aiohttp
@@ -29,7 +28,7 @@ from vlm_operator.cluster import (
 )
 from vlm_operator.errors import ClusterError, UnavailableError
 
-_AT_ONCE = 8  # limit of concurrent requests
+_MAX_CONCURRENT = 8  # limit of concurrent requests
 _OPERATORS = {names.LABEL_APP_NAME: "triptych-operator"}
 _GATEWAY_SECONDS = 5.0
 
@@ -47,17 +46,17 @@ async def gather(access: Access, namespace: str | None, *, now: float, probe: bo
         *(reader.read(kind, None) for kind in GLOBAL),
         *(reader.read(kind, namespace, _LABELS.get(kind)) for kind in LOCAL),
     )
-    facts = dataclasses.replace(facts, objects=reader.objects, unread=reader.unread)
-    found = installations(facts)
-    for space in sorted({item.namespace for item in found}):
-        await reader.read(LEASE, space)
-    mine = await reader.allowed(OF_USERS, namespace or "")
-    rights, unasked = await _operators(reader, found)
+    facts = dataclasses.replace(facts, objects=reader.objects, unreadable=reader.unreadable)
+    operators = installations(facts)
+    for lease_namespace in sorted({item.namespace for item in operators}):
+        await reader.read(LEASE, lease_namespace)
+    user_rights = await reader.allowed(OF_USERS, namespace or "")
+    operator_rights, problem = await _operator_rights(reader, operators)
     return dataclasses.replace(
         facts,
-        mine=mine,
-        operators=rights,
-        unasked=unasked,
+        user_rights=user_rights,
+        operators=operator_rights,
+        review_problem=problem,
         gateway=await _gateway(access, facts) if probe else None,
     )
 
@@ -66,29 +65,29 @@ _LABELS = {key: {names.LABEL_APP_NAME: names.APP_NAME} for key in (POD, ROLE)}
 
 
 class _Reader:
-    """Sends requests to the API server, at most `_AT_ONCE` at a time."""
+    """Sends requests to the API server, at most `_MAX_CONCURRENT` at a time."""
 
     def __init__(self, access: Access) -> None:
         self._cluster = access.cluster
-        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self.objects: dict[Kind, list[Manifest]] = {}
-        self.unread: dict[Kind, str] = {}
+        self.unreadable: dict[Kind, str] = {}
 
     async def read(
         self, kind: Kind, namespace: str | None, labels: dict[str, str] | None = None
     ) -> None:
-        """Add the objects of a kind to `objects`, or the refusal to `unread`.
+        """Add the objects of a kind to `objects`, or the refusal to `unreadable`.
 
         Raises:
             UnavailableError: the API server is unreachable.
         """
         try:
-            async with self._turn:
+            async with self._slots:
                 found = await self._cluster.list(kind, namespace, labels)
         except ClusterError as error:
             if error.status == 0:
                 raise  # unreachable: no check is possible
-            self.unread[kind] = "not installed" if error.status == 404 else error.message
+            self.unreadable[kind] = "not installed" if error.status == 404 else error.message
         else:
             self.objects.setdefault(kind, []).extend(found)
 
@@ -100,9 +99,9 @@ class _Reader:
         Raises:
             ClusterError: the user may not create the review.
         """
-        asked = list(rights)
-        answers = await asyncio.gather(*(self._may(item, namespace, account) for item in asked))
-        return dict(zip(asked, answers, strict=True))
+        rights = list(rights)
+        answers = await asyncio.gather(*(self._may(item, namespace, account) for item in rights))
+        return dict(zip(rights, answers, strict=True))
 
     async def _may(self, right: Right, namespace: str, account: tuple[str, str] | None) -> bool:
         resource, _, subresource = right.resource.partition("/")
@@ -119,7 +118,7 @@ class _Reader:
         if account is not None:
             spec |= _subject(*account)
         manifest = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {}, "spec": spec}
-        async with self._turn:
+        async with self._slots:
             answer = await self._cluster.create(manifest)
         return bool(answer["status"]["allowed"])
 
@@ -132,20 +131,22 @@ def _subject(namespace: str, name: str) -> Manifest:
     }
 
 
-async def _operators(
-    reader: _Reader, found: Iterable[Installation]
+async def _operator_rights(
+    reader: _Reader, operators: Iterable[Installation]
 ) -> tuple[dict[tuple[str, str], dict[Right, bool]], str]:
     """Return each operator's permissions by its name and namespace, or why they are unknown."""
     rights: dict[tuple[str, str], dict[Right, bool]] = {}
     try:
-        for item in found:
+        for item in operators:
             account = (item.namespace, item.account)
-            places = dict.fromkeys(item.watched or ("",), OF_NAMESPACES)
-            asked = itertools.chain(places.items(), [("", OF_CLUSTER)])
-            asked = itertools.chain(asked, [(item.namespace, of_lease(item.lease))])
-            for space, wanted in asked:
-                answers = await reader.allowed(wanted, space, account=account)
-                rights.setdefault((item.name, space), {}).update(answers)
+            needed = [
+                *((namespace, OF_NAMESPACES) for namespace in item.watched or ("",)),
+                ("", OF_CLUSTER),
+                (item.namespace, of_lease(item.lease)),
+            ]
+            for namespace, wanted in needed:
+                answers = await reader.allowed(wanted, namespace, account=account)
+                rights.setdefault((item.name, namespace), {}).update(answers)
     except UnavailableError:
         raise
     except ClusterError as error:
@@ -165,13 +166,13 @@ async def _gateway(access: Access, facts: Facts) -> Finding:
         try:
             size = await _metrics(here, pod)
         except (CliError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            message = f"the metrics of {meta['namespace']}/{pod} do not come: {error}"
+            message = f"the metrics of {meta['namespace']}/{pod} cannot be fetched: {error}"
             return Finding(
                 "metrics", Level.FAIL, message, "is port-forward allowed, and the pod up?"
             )
-        message = f"gateway {meta['namespace']}/{pod} gives {size} lines of metrics"
+        message = f"gateway {meta['namespace']}/{pod} serves {size} lines of metrics"
         return Finding("metrics", Level.OK, message)
-    return Finding("metrics", Level.WARN, "no gateway is ready to be asked for its metrics")
+    return Finding("metrics", Level.WARN, "no gateway is ready, so no metrics were fetched")
 
 
 async def _metrics(access: Access, pod: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from vlm_cli.definitions.manifests import KINDS, crd
+from vlm_cli.definitions import KINDS, crd
 from vlm_cli.doctor.facts import CRD, Facts, Finding, Installation, Level
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, LEASE, ROLE, VLM_SERVICE, Manifest, epoch_seconds
@@ -39,7 +39,7 @@ def version(facts: Facts) -> Iterator[Finding]:
 
 def definitions(facts: Facts) -> Iterator[Finding]:
     """Check that each CRD exists, is served in our version, and has our fields."""
-    if CRD in facts.unread:
+    if CRD in facts.unreadable:
         return
     for kind in KINDS:
         wanted = crd(kind)
@@ -62,7 +62,7 @@ def operator(facts: Facts) -> Iterator[Finding]:
         yield lease
 
 
-def alone(facts: Facts) -> Iterator[Finding]:
+def exclusive(facts: Facts) -> Iterator[Finding]:
     """Check that no namespace has two operators, unless they share a Lease."""
     for first, second in combinations(installations(facts), 2):
         if (first.namespace, first.lease) == (second.namespace, second.lease):
@@ -71,34 +71,34 @@ def alone(facts: Facts) -> Iterator[Finding]:
         both = both if second.watched else set(first.watched)
         if both or not (first.watched or second.watched):
             where = ", ".join(sorted(both)) or "every namespace"
-            message = f"{first.name} and {second.name} both look after {where}"
+            message = f"{first.name} and {second.name} both watch {where}"
             yield Finding("operator", Level.FAIL, message, "remove one, or set watchNamespaces")
 
 
 def gateway_role(facts: Facts) -> Iterator[Finding]:
     """Check that each service's Role exists and lets its gateways watch pods."""
     services = facts.all(VLM_SERVICE)
-    if ROLE in facts.unread or not services:
+    if ROLE in facts.unreadable or not services:
         return
     fine = True
     for service in services:
-        space, name = service["metadata"]["namespace"], service["metadata"]["name"]
-        found = facts.one(ROLE, names.child(name, Role.GATEWAY), space)
-        said = f"Role {space}/{names.child(name, Role.GATEWAY)}"
+        namespace = service["metadata"]["namespace"]
+        name = names.child(service["metadata"]["name"], Role.GATEWAY)
+        found = facts.one(ROLE, name, namespace)
         verbs = {
             verb
             for rule in (found or {}).get("rules") or []
             if {"pods", "*"} & set(rule.get("resources", []))
             for verb in rule.get("verbs", [])
         }
-        lacking = set() if "*" in verbs else _GATEWAY_VERBS - verbs
-        if not lacking:
+        missing = set() if "*" in verbs else _GATEWAY_VERBS - verbs
+        if not missing:
             continue
         fine = False
-        message = f"{said} does not allow {' and '.join(sorted(lacking))} of pods"
+        message = f"Role {namespace}/{name} does not allow {' and '.join(sorted(missing))} of pods"
         if found is None:
-            message = f"{said} is missing: gateways cannot find their workers"
-        yield Finding("gateway", Level.FAIL, message, "an operator puts it back: does one lead?")
+            message = f"Role {namespace}/{name} is missing: gateways cannot find their workers"
+        yield Finding("gateway", Level.FAIL, message, "an operator restores it: is one the leader?")
     if fine:
         yield Finding("gateway", Level.OK, "every gateway's Role lets it watch its workers")
 
@@ -117,9 +117,9 @@ def _definition(found: Manifest, wanted: Manifest) -> tuple[Level, str]:
         set(_fields(version["schema"]["openAPIV3Schema"]))
         for version in (wanted["spec"]["versions"][0], served[names.VERSION])
     )
-    if lacking := sorted(ours - theirs):
-        more = f" and {len(lacking) - 1} more fields" if len(lacking) > 1 else ""
-        return Level.WARN, f"is older than this vlm: it lacks {lacking[0]}{more}"
+    if missing := sorted(ours - theirs):
+        others = f" and {len(missing) - 1} more fields" if len(missing) > 1 else ""
+        return Level.WARN, f"is older than this vlm: it lacks {missing[0]}{others}"
     if extra := sorted(theirs - ours):
         return Level.OK, f"is served; it is newer than this vlm ({extra[0]})"
     return Level.OK, f"is served in {names.VERSION}, and up to date"
@@ -138,29 +138,30 @@ def _fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
 def _deployment(facts: Facts, found: Installation, *, leads: bool) -> Iterator[Finding]:
     level = Level.WARN if leads else Level.FAIL
     if found.deployment is None:
-        if DEPLOYMENT not in facts.unread:
+        if DEPLOYMENT not in facts.unreadable:
             message = "no Deployment of the operator was found"
             yield Finding("operator", level, message, "" if leads else INSTALL)
         return
-    want = found.deployment["spec"].get("replicas", 1)
+    desired = found.deployment["spec"].get("replicas", 1)
     ready = found.deployment.get("status", {}).get("readyReplicas", 0)
-    if want and ready >= want:
-        yield Finding("operator", Level.OK, f"{found.name} has {ready} of {want} pods ready")
+    message = f"{found.name} has {ready} of {desired} pods ready"
+    if desired and ready >= desired:
+        yield Finding("operator", Level.OK, message)
         return
     namespace, _, name = found.name.partition("/")
     remedy = (
         f"kubectl -n {namespace} describe deploy/{name}; kubectl -n {namespace} logs deploy/{name}"
     )
-    if not want:
+    if not desired:
         remedy = f"kubectl -n {namespace} scale deploy/{name} --replicas=1"
-    yield Finding("operator", level, f"{found.name} has {ready} of {want} pods ready", remedy)
+    yield Finding("operator", level, message, remedy)
 
 
 def _lease(facts: Facts, found: Installation) -> tuple[bool, Finding]:
     """Return whether an operator holds a current Lease, and the finding."""
     name = f"Lease {found.namespace}/{found.lease}"
-    if LEASE in facts.unread:
-        return False, Finding("lease", Level.WARN, f"{name}: {facts.unread[LEASE]}")
+    if LEASE in facts.unreadable:
+        return False, Finding("lease", Level.WARN, f"{name}: {facts.unreadable[LEASE]}")
     lease = facts.one(LEASE, found.lease, found.namespace)
     spec = (lease or {}).get("spec", {})
     remedy = "no service changes until an operator leads: look at its log"
@@ -169,13 +170,12 @@ def _lease(facts: Facts, found: Installation) -> tuple[bool, Finding]:
     if not spec.get("holderIdentity"):
         return False, Finding("lease", Level.FAIL, f"{name} has no holder", remedy)
     renewed = epoch_seconds(spec["renewTime"])
-    old, lasts = facts.now - renewed, float(spec.get("leaseDurationSeconds", 15))
+    age, duration = facts.now - renewed, float(spec.get("leaseDurationSeconds", 15))
     held = f"{name} is held by {spec['holderIdentity']}"
-    if old > lasts:
-        return False, Finding(
-            "lease", Level.FAIL, f"{held}, and not renewed for {old:.0f} s", remedy
-        )
-    if old < -_SKEW_SECONDS:
-        message = f"{held}, renewed {-old:.0f} s from now"
+    if age > duration:
+        message = f"{held}, and not renewed for {age:.0f} s"
+        return False, Finding("lease", Level.FAIL, message, remedy)
+    if age < -_SKEW_SECONDS:
+        message = f"{held}, renewed {-age:.0f} s from now"
         return True, Finding("lease", Level.WARN, message, "set the clock of this machine")
-    return True, Finding("lease", Level.OK, f"{held}, renewed {max(0.0, old):.0f} s ago")
+    return True, Finding("lease", Level.OK, f"{held}, renewed {max(0.0, age):.0f} s ago")

@@ -11,7 +11,6 @@ from vlm_cli.doctor.facts import Facts, Finding, Level
 from vlm_operator.api import Variant, VLMService, parse, quantity
 from vlm_operator.cluster import NODE, VLM_NODE_CLASS, VLM_SERVICE, Manifest
 from vlm_operator.errors import SpecError
-from vlm_operator.names import Role
 from vlm_operator.observe import node_class
 from vlm_operator.pods.worker import place
 from vlm_operator.state import NodeClassState
@@ -19,17 +18,17 @@ from vlm_operator.state import NodeClassState
 
 def ready(facts: Facts) -> Iterator[Finding]:
     """Check that there are nodes, and that they accept pods."""
-    if NODE in facts.unread:
+    if NODE in facts.unreadable:
         return
     nodes = facts.all(NODE)
     if not nodes:
         message = "the cluster has no node: every pod stays Pending"
         yield Finding("nodes", Level.FAIL, message, "add one")
         return
-    taking = [node for node in nodes if _takes(node)]
-    names = ", ".join(sorted(_name(node) for node in nodes if not _takes(node))[:3])
-    message = f"{len(taking)} of {len(nodes)} nodes take pods"
-    if not taking:
+    accepting = [node for node in nodes if _accepts_pods(node)]
+    names = ", ".join(sorted(_name(node) for node in nodes if not _accepts_pods(node))[:3])
+    message = f"{len(accepting)} of {len(nodes)} nodes accept pods"
+    if not accepting:
         yield Finding("nodes", Level.FAIL, message, f"kubectl describe node {names.split(',')[0]}")
     elif names:
         yield Finding("nodes", Level.WARN, f"{message}, not {names}", "kubectl get nodes")
@@ -39,7 +38,7 @@ def ready(facts: Facts) -> Iterator[Finding]:
 
 def classes(facts: Facts) -> Iterator[Finding]:
     """Check that each VLMNodeClass has nodes with its devices."""
-    if NODE in facts.unread:
+    if NODE in facts.unreadable:
         return
     used = {
         variant["nodeClassRef"]["name"]
@@ -51,24 +50,24 @@ def classes(facts: Facts) -> Iterator[Finding]:
     for item in facts.all(VLM_NODE_CLASS):
         found = node_class(item)
         devices = {found.accelerator: found.accelerators} if found.accelerator else {}
-        problem, remedy = _lacking(facts.all(NODE), found.node_selector, devices)
+        problem, remedy = _problem_of(facts.all(NODE), found.node_selector, devices)
         level = Level.OK if not problem else Level.FAIL if found.name in used else Level.WARN
-        message = problem or f"{len(_matching(facts.all(NODE), found.node_selector))} nodes"
+        message = problem or f"{len(_selected(facts.all(NODE), found.node_selector))} nodes"
         note = "" if found.name in used else " (no service uses it)"
         yield Finding("node-classes", level, f"{found.name}: {message}{note}", remedy)
 
 
 def variants(facts: Facts) -> Iterator[Finding]:
     """Check that each variant with its own placement has nodes, and that named classes exist."""
-    if not facts.all(NODE) or VLM_NODE_CLASS in facts.unread:
+    if not facts.all(NODE) or VLM_NODE_CLASS in facts.unreadable:
         return
-    known = {_name(item): node_class(item) for item in facts.all(VLM_NODE_CLASS)}
+    node_classes = {_name(item): node_class(item) for item in facts.all(VLM_NODE_CLASS)}
     fine = 0
     for manifest in facts.all(VLM_SERVICE):
         meta = manifest["metadata"]
         where = f"{meta['namespace']}/{meta['name']}"
         try:
-            problems = _problems(parse(manifest), known, facts.all(NODE))
+            problems = _problems(parse(manifest), node_classes, facts.all(NODE))
         except SpecError as error:
             problems = [(str(error), f"correct it: kubectl -n {meta['namespace']} edit vlm")]
         fine += not problems
@@ -80,50 +79,50 @@ def variants(facts: Facts) -> Iterator[Finding]:
 
 
 def _problems(
-    service: VLMService, known: Mapping[str, NodeClassState], nodes: Sequence[Manifest]
+    service: VLMService, node_classes: Mapping[str, NodeClassState], nodes: Sequence[Manifest]
 ) -> list[tuple[str, str]]:
-    placed = place(service, known)
-    found = []
-    for role, pool in placed.spec.pools.present.items():
+    problems = []
+    for role, pool in place(service, node_classes).spec.pools.present.items():
         for variant in pool.variants:
             if variant.node_class_ref is None and variant.placement is not None:
                 devices = _devices_of(variant)
-                problem, remedy = _lacking(nodes, variant.placement.node_selector, devices)
+                problem, remedy = _problem_of(nodes, variant.placement.node_selector, devices)
                 if problem:
-                    found.append((f"{_path(role, variant)}: {problem}", remedy))
-    return found
+                    path = f"spec.pools.{role}.variants[{variant.name}]"
+                    problems.append((f"{path}: {problem}", remedy))
+    return problems
 
 
-def _lacking(
+def _problem_of(
     nodes: Sequence[Manifest], selector: Mapping[str, str], devices: Mapping[str, int]
 ) -> tuple[str, str]:
-    """Return why no node can take such a pod, and the remedy; both are "" if one can."""
-    matching = _matching(nodes, selector)
+    """Return why no node can run such a pod, and the remedy; both are "" if one can."""
+    matching = _selected(nodes, selector)
     if not matching:
         pairs = " ".join(f"{key}={value}" for key, value in sorted(selector.items()))
         if not pairs:
             return "the cluster has no node", "add one"
         return f"no node has {pairs.replace(' ', ', ')}", f"kubectl label node NAME {pairs}"
     for resource, count in devices.items():
-        most = max(_allocatable(node, resource) for node in matching)
-        if most == 0:
+        largest = max(_allocatable(node, resource) for node in matching)
+        if largest == 0:
             message = f"none of the {len(matching)} nodes has {resource}"
             return message, "is its device plugin running there?"
-        if most < count:
-            message = f"a pod takes {count} {resource}, the largest of its nodes has {most}"
+        if largest < count:
+            message = f"a pod needs {count} {resource}, the largest of its nodes has {largest}"
             return message, "ask for fewer, or add larger nodes"
-    if not any(_takes(node) for node in matching):
+    if not any(_accepts_pods(node) for node in matching):
         return f"none of the {len(matching)} nodes is Ready and schedulable", "kubectl get nodes"
     return "", ""
 
 
-def _matching(nodes: Sequence[Manifest], selector: Mapping[str, str]) -> list[Manifest]:
+def _selected(nodes: Sequence[Manifest], selector: Mapping[str, str]) -> list[Manifest]:
     return [
         node for node in nodes if selector.items() <= node["metadata"].get("labels", {}).items()
     ]
 
 
-def _takes(node: Manifest) -> bool:
+def _accepts_pods(node: Manifest) -> bool:
     conditions = node.get("status", {}).get("conditions", [])
     up = any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
     return up and not node.get("spec", {}).get("unschedulable", False)
@@ -137,10 +136,6 @@ def _devices_of(variant: Variant) -> dict[str, int]:
     """Return the extended resources of one pod: their names contain a domain."""
     limits = variant.resources.limits.items()
     return {name: int(quantity.parse(value)) for name, value in limits if "/" in name}
-
-
-def _path(role: Role, variant: Variant) -> str:
-    return f"spec.pools.{role}.variants[{variant.name}]"
 
 
 def _name(item: Manifest) -> str:

@@ -69,37 +69,39 @@ def of_lease(name: str) -> tuple[Right, ...]:
 
 def own(facts: Facts) -> Iterator[Finding]:
     """Check that the user has the permissions that commands need."""
-    lacking = [right for right, allowed in facts.mine.items() if not allowed]
-    for right in lacking:
+    missing = [right for right, allowed in facts.user_rights.items() if not allowed]
+    for right in missing:
         needed = OF_USERS[right]
         level = Level.FAIL if needed == "every command" else Level.WARN
         message = f"you may not {right.text}, which {needed} needs"
         yield Finding("rights", level, message, "ask for it: kubectl auth can-i --list")
-    if facts.mine and not lacking:
+    if facts.user_rights and not missing:
         yield Finding("rights", Level.OK, "you may do what every command needs")
 
 
 def operators(facts: Facts) -> Iterator[Finding]:
     """Check that each operator has the permissions that the chart grants."""
-    if facts.unasked:
-        message = f"what the operator may do is unknown: {facts.unasked}"
+    if facts.review_problem:
+        message = f"the rights of the operator are unknown: {facts.review_problem}"
         yield Finding("operator-rights", Level.WARN, message, "run it as an administrator")
         return
     for found in installations(facts):
-        about = {
-            where: rights for (name, where), rights in facts.operators.items() if name == found.name
+        by_namespace = {
+            namespace: rights
+            for (name, namespace), rights in facts.operators.items()
+            if name == found.name
         }
-        who = f"ServiceAccount {found.namespace}/{found.account}"
-        fine = bool(about)
-        for where, rights in about.items():
-            lacking = [right.text for right, allowed in rights.items() if not allowed]
-            if lacking:
+        account = f"ServiceAccount {found.namespace}/{found.account}"
+        fine = bool(by_namespace)
+        for namespace, rights in by_namespace.items():
+            missing = [right.text for right, allowed in rights.items() if not allowed]
+            if missing:
                 fine = False
-                more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
-                place = f" in namespace {where}" if where else ""
-                message = f"{who} may not {', '.join(lacking[:_LISTED])}{more}{place}"
+                others = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+                where = f" in namespace {namespace}" if namespace else ""
+                message = f"{account} may not {', '.join(missing[:_LISTED])}{others}{where}"
                 yield Finding("operator-rights", Level.FAIL, message, INSTALL)
         if fine:
-            count = sum(len(rights) for rights in about.values())
-            message = f"{who} has the {count} rights that it needs"
+            count = sum(len(rights) for rights in by_namespace.values())
+            message = f"{account} has the {count} rights that it needs"
             yield Finding("operator-rights", Level.OK, message)

@@ -18,37 +18,37 @@ from vlm_operator.status.causes import pod_problem, references, split
 _PVC = "pvc://"
 _SHARED = {"ReadOnlyMany", "ReadWriteMany"}
 _SECURITY = "pod-security.kubernetes.io/enforce"
-_UNSAID = "without any"
+_NO_LEVEL = "without any"
 _LEVELS = ("privileged", "baseline", "restricted")
-# Reasons of Ready=False that end without a user, or that a user chose.
-_PASSING = ("PodsStarting", "PodsMissing", "Creating", "Stopping", "Deleting")
+# Reasons of Ready=False that need no action of a user.
+_TRANSIENT = ("PodsStarting", "PodsMissing", "Creating", "Stopping", "Deleting")
 # Other conditions to report, even if a service is Ready: type, and the status that is wrong.
-_NOTABLE = (
+_OTHER_CONDITIONS = (
     ("ScalingActive", "False"),
     ("MetricsAvailable", "False"),
     ("CapacitySufficient", "False"),
     ("SLOAttainable", "False"),
 )
 # Reasons of these that a user chose, or that the check `pods` reports in more detail.
-_UNTOLD = ("Stopped", "Paused", "Off", "Advisory", "Unschedulable")
+_NOT_REPORTED = ("Stopped", "Paused", "Off", "Advisory", "Unschedulable")
 
 
 def watched(facts: Facts) -> Iterator[Finding]:
     """Check that each service is in a namespace that an operator watches."""
-    if DEPLOYMENT in facts.unread:
+    if DEPLOYMENT in facts.unreadable:
         return
     found = installations(facts)
     spaces = {item["metadata"]["namespace"] for item in facts.all(VLM_SERVICE)}
     for space in sorted(spaces):
         if not any(item.watches(space) for item in found):
-            message = f"no operator looks after namespace {space}, which has services"
+            message = f"no operator watches namespace {space}, which has services"
             yield Finding("operator", Level.FAIL, message, "add it to watchNamespaces of the chart")
 
 
 def conditions(facts: Facts) -> Iterator[Finding]:
     """Check that each service is Ready; if not, report its message."""
     services = facts.all(VLM_SERVICE)
-    if not services and VLM_SERVICE not in facts.unread:
+    if not services and VLM_SERVICE not in facts.unreadable:
         yield Finding(
             "services", Level.OK, "there is no VLMService: begin with examples/quickstart"
         )
@@ -58,7 +58,7 @@ def conditions(facts: Facts) -> Iterator[Finding]:
 
 def gateways(facts: Facts) -> Iterator[Finding]:
     """Report the number of gateways; with one gateway, a node drain makes requests fail."""
-    if VLM_SERVICE in facts.unread:
+    if VLM_SERVICE in facts.unreadable:
         return
     for service in facts.all(VLM_SERVICE):
         meta, count = service["metadata"], _num_gateways(service)
@@ -76,7 +76,7 @@ def gateways(facts: Facts) -> Iterator[Finding]:
 
 def claims(facts: Facts) -> Iterator[Finding]:
     """Check that the claim of each pvc:// model exists, is bound, and mounts on several nodes."""
-    if CLAIM in facts.unread:
+    if CLAIM in facts.unreadable:
         return
     users: dict[tuple[str, str], Manifest] = {}  # one service per claim
     for service in facts.all(VLM_SERVICE):
@@ -96,14 +96,14 @@ def claims(facts: Facts) -> Iterator[Finding]:
 
 def security(facts: Facts) -> Iterator[Finding]:
     """Check that Pod Security admits pods: they satisfy `restricted`, so any known level does."""
-    if NAMESPACE in facts.unread:
+    if NAMESPACE in facts.unreadable:
         return
     found: Counter[str] = Counter()
     for space in sorted({item["metadata"]["namespace"] for item in facts.all(VLM_SERVICE)}):
         labels = (facts.one(NAMESPACE, space) or {"metadata": {}})["metadata"].get("labels", {})
-        level = labels.get(_SECURITY, _UNSAID)
+        level = labels.get(_SECURITY, _NO_LEVEL)
         found[level] += 1
-        if level not in (*_LEVELS, _UNSAID):
+        if level not in (*_LEVELS, _NO_LEVEL):
             message = f"namespace {space}: {_SECURITY}={level} is no level"
             remedy = f"kubectl label --overwrite ns {space} {_SECURITY}=restricted"
             yield Finding("pod-security", Level.WARN, message, remedy)
@@ -114,7 +114,7 @@ def security(facts: Facts) -> Iterator[Finding]:
 
 
 def pods(facts: Facts) -> Iterator[Finding]:
-    """Check that no pod is blocked; pods of a role with the same cause are one finding."""
+    """Check that no pod is blocked; one finding has all pods of a role with the same cause."""
     found: Counter[tuple[str, str, str, str]] = Counter()
     fixes: dict[str, str] = {}
     fields = {
@@ -127,22 +127,21 @@ def pods(facts: Facts) -> Iterator[Finding]:
             count += 1
             meta = item["metadata"]
             service = meta["labels"].get(names.LABEL_SERVICE, "")
-            known = fields.get((meta["namespace"], service), {})
-            problem = pod_problem(pod, None, fields=known)
+            problem = pod_problem(pod, None, fields=fields.get((meta["namespace"], service), {}))
             lasting = problem is not None and (
                 pod.blocked or problem.since + (problem.delay or 0.0) <= facts.now
             )
-            why = problem.cause if problem is not None and lasting else pod.blocked
-            if why and not pod.ready and not pod.deleting:
+            cause = problem.cause if problem is not None and lasting else pod.blocked
+            if cause and not pod.ready and not pod.deleting:
                 if problem is not None:
-                    fixes[why] = problem.fix
-                found[meta["namespace"], service, pod.role.value, why] += 1
-    for (space, service, role, why), number in sorted(found.items()):
-        level = Level.WARN if why.startswith(("Pending", "no node")) else Level.FAIL
+                    fixes[cause] = problem.fix
+                found[meta["namespace"], service, pod.role.value, cause] += 1
+    for (space, service, role, cause), number in sorted(found.items()):
+        level = Level.WARN if cause.startswith(("Pending", "no node")) else Level.FAIL
         plural = "pod" if number == 1 else "pods"
         labels = f"{names.LABEL_SERVICE}={service},{names.LABEL_ROLE}={role}"
-        remedy = fixes.get(why) or f"kubectl -n {space} describe pods -l {labels}"
-        message = f"{number} {role} {plural} of {space}/{service}: {why}"
+        remedy = fixes.get(cause) or f"kubectl -n {space} describe pods -l {labels}"
+        message = f"{number} {role} {plural} of {space}/{service}: {cause}"
         yield Finding("pods", level, message, remedy)
     if count and not found:
         yield Finding("pods", Level.OK, f"none of the {count} pods of services is blocked")
@@ -166,7 +165,7 @@ def writers(facts: Facts) -> Iterator[Finding]:
         owner, mode = pool_owner(pool), pool["spec"].get("mode")
         if mode == "Auto" and owner not in (names.MANAGER_AUTOSCALER, None):
             message = f"VLMPool {space}/{name} is of mode Auto, and {owner} wrote its replicas"
-            remedy = "let one of them: mode External, or stop the other"
+            remedy = "set mode External, or stop the other writer"
             yield Finding("writers", Level.WARN, message, remedy)
 
 
@@ -188,45 +187,45 @@ def _conditions(service: Manifest) -> Iterator[Finding]:
     where, meta = _where(service), service["metadata"]
     ready = condition(service, "Ready")
     if ready is None:
-        message = f"{where} has no status: no operator has looked at it"
+        message = f"{where} has no status: no operator has processed it"
         yield Finding("services", Level.FAIL, message, "is one running, and for its namespace?")
         return
     cause, remedy = split(ready.get("message", ""))
-    said = f"{where}: {ready.get('reason', '')}: {cause}"
+    message = f"{where}: {ready.get('reason', '')}: {cause}"
     remedy = remedy or f"kubectl -n {meta['namespace']} describe vlm {meta['name']}"
     if "deletionTimestamp" in meta:
-        remedy = "where no operator runs any more: vlm release-finalizers"
-        yield Finding("services", Level.WARN, f"{where} is being deleted: {said}", remedy)
+        remedy = "if no operator runs any more: vlm release-finalizers"
+        yield Finding("services", Level.WARN, f"{where} is being deleted: {message}", remedy)
         return
     if ready["status"] == "True":
         yield Finding("services", Level.OK, f"{where} is Ready")
     else:
-        passing = ready.get("reason") in _PASSING
-        yield Finding("services", Level.WARN if passing else Level.FAIL, said, remedy)
+        transient = ready.get("reason") in _TRANSIENT
+        yield Finding("services", Level.WARN if transient else Level.FAIL, message, remedy)
     stalled = condition(service, "Stalled")
     if stalled and stalled["status"] == "True" and stalled.get("message") != ready.get("message"):
-        why, fix = split(stalled.get("message", ""))
+        cause, fix = split(stalled.get("message", ""))
         fix = fix or f"kubectl -n {meta['namespace']} edit vlm {meta['name']}"
-        yield Finding("services", Level.FAIL, f"{where}: {stalled.get('reason', '')}: {why}", fix)
+        yield Finding("services", Level.FAIL, f"{where}: {stalled.get('reason', '')}: {cause}", fix)
     if service.get("status", {}).get("observedGeneration", 0) < meta.get("generation", 0):
-        message = f"{where}: its last change has not been looked at"
-        yield Finding("services", Level.WARN, message, "is an operator leading?")
-    for kind, wrong in _NOTABLE:
+        message = f"{where}: no operator has processed its last change"
+        yield Finding("services", Level.WARN, message, "is an operator the leader?")
+    for kind, wrong in _OTHER_CONDITIONS:
         found = condition(service, kind)
-        if found and found["status"] == wrong and found.get("reason") not in _UNTOLD:
-            why, fix = split(found.get("message", ""))
+        if found and found["status"] == wrong and found.get("reason") not in _NOT_REPORTED:
+            cause, fix = split(found.get("message", ""))
             fix = fix or f"vlm why -n {meta['namespace']} {meta['name']}"
-            yield Finding("services", Level.WARN, f"{where}: {kind}: {why}", fix)
+            yield Finding("services", Level.WARN, f"{where}: {kind}: {cause}", fix)
 
 
 def _claim(claim: Manifest) -> tuple[Level, str, str]:
     phase = claim.get("status", {}).get("phase", "Pending")
     meta = claim["metadata"]
-    look = f"kubectl -n {meta['namespace']} describe pvc {meta['name']}"
+    remedy = f"kubectl -n {meta['namespace']} describe pvc {meta['name']}"
     if phase == "Lost":
-        return Level.FAIL, "has lost its volume", look
+        return Level.FAIL, "has lost its volume", remedy
     if phase != "Bound":
-        return Level.WARN, f"is {phase}: it has no volume yet", look
+        return Level.WARN, f"is {phase}: it has no volume yet", remedy
     modes = set(claim["spec"].get("accessModes", []))
     if not modes & _SHARED:
         listed = ", ".join(sorted(modes)) or "no access mode"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_cli.definitions.schema import structural
+from vlm_cli.definitions import structural
 from vlm_operator.api import quantity
 from vlm_operator.api.kinds import NodeCost
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from support.world import body, pool
-from vlm_cli.definitions.manifests import KINDS, crd
+from vlm_cli.definitions import KINDS, crd
 from vlm_cli.doctor.command import examine
 from vlm_cli.doctor.facts import (
     AUTOSCALER,
@@ -180,7 +180,7 @@ def healthy() -> Facts:
             POD: [],
             AUTOSCALER: [],
         },
-        mine=dict.fromkeys(OF_USERS, True),
+        user_rights=dict.fromkeys(OF_USERS, True),
         operators={
             (found.name, ""): rights,
             (found.name, found.namespace): dict.fromkeys(of_lease(found.lease), True),

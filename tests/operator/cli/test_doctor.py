@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vlm_cli.definitions.manifests import KINDS, crd
+from vlm_cli.definitions import KINDS, crd
 from vlm_cli.doctor.command import CHECKS, examine
 from vlm_cli.doctor.facts import GLOBAL, LOCAL, Level, Right
 from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, of_lease
@@ -41,7 +41,7 @@ def test_a_healthy_cluster_passes_every_check_and_each_says_what_it_saw():
     assert wrong(healthy()) == []
     silent = {check.__name__ for check in CHECKS if not list(check(healthy()))}
     # these speak only where something is wrong, or where they were asked
-    assert silent == {"unread", "alone", "watched", "pods", "writers", "gateway"}
+    assert silent == {"unreadable", "exclusive", "watched", "pods", "writers", "gateway"}
 
 
 def _old_definition() -> list[dict[str, Any]]:
@@ -92,24 +92,24 @@ def _second(*spaces: str) -> list[dict[str, Any]]:
         ),
         (
             {"deployments": _second()},
-            "operator", "fail", "both look after every namespace",
+            "operator", "fail", "both watch every namespace",
         ),
         (
             {"deployments": _second("ns")},
-            "operator", "fail", "both look after ns",
+            "operator", "fail", "both watch ns",
         ),
         (
             {"deployments": [_watching("other")]},
-            "operator", "fail", "no operator looks after namespace ns",
+            "operator", "fail", "no operator watches namespace ns",
         ),
         ({"roles": []}, "gateway", "fail", "Role ns/demo-gateway is missing"),
         ({"roles": [gateway_role("get")]}, "gateway", "fail", "list and watch of pods"),
         ({"nodes": []}, "nodes", "fail", "no node: every pod stays Pending"),
-        ({"nodes": _cordoned()}, "nodes", "fail", "0 of 1 nodes take pods"),
+        ({"nodes": _cordoned()}, "nodes", "fail", "0 of 1 nodes accept pods"),
         ({"nodes": [node()]}, "node-classes", "fail", "fast: no node has type=fast"),
         (
             {"vlmnodeclasses": [node_class(count=8)]},
-            "node-classes", "fail", f"takes 8 {GPU}, the largest of its nodes has 2",
+            "node-classes", "fail", f"needs 8 {GPU}, the largest of its nodes has 2",
         ),
         ({"vlmnodeclasses": []}, "placement", "fail", "fast does not exist"),
         ({"persistentvolumeclaims": []}, "claims", "fail", "ns/shapes does not exist"),
@@ -218,10 +218,10 @@ def test_a_right_that_lacks_is_named():
     (found,) = wrong(dataclasses.replace(facts, operators=rights))
     assert found.message.endswith("triptych-operator may not patch pods/status")
     forward = Right("create", "", "pods/portforward")
-    (found,) = wrong(dataclasses.replace(facts, mine={**facts.mine, forward: False}))
+    (found,) = wrong(dataclasses.replace(facts, user_rights={**facts.user_rights, forward: False}))
     assert (found.level, "vlm chat" in found.message) == (Level.WARN, True)
     reading = Right("list", names.GROUP, names.PLURAL_SERVICE)
-    (found,) = wrong(dataclasses.replace(facts, mine={**facts.mine, reading: False}))
+    (found,) = wrong(dataclasses.replace(facts, user_rights={**facts.user_rights, reading: False}))
     assert found.level is Level.FAIL
 
 
@@ -229,11 +229,11 @@ def test_what_may_not_be_read_is_said_and_never_judged():
     facts = healthy()
     for kind in (*GLOBAL, *LOCAL, DEPLOYMENT, LEASE):
         objects = {key: found for key, found in facts.objects.items() if key is not kind}
-        blind = dataclasses.replace(facts, objects=objects, unread={kind: "forbidden"})
+        blind = dataclasses.replace(facts, objects=objects, unreadable={kind: "forbidden"})
         found = wrong(blind)
         assert {item.level for item in found} == {Level.WARN}, kind
         assert any(kind.plural in item.message for item in found)
-    blind = dataclasses.replace(facts, operators={}, unasked="forbidden")
+    blind = dataclasses.replace(facts, operators={}, review_problem="forbidden")
     assert [item.level for item in wrong(blind)] == [Level.WARN]
 
 
