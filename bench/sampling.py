@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 )
 
 from vlm_kernels import sample_tokens
-from vlm_kernels.sampling_reference import sample_reference
+from vlm_kernels.sampling import sample_reference
 from vlm_worker.core.step_values import EditedRow, LogitEdits, SampleParams, sampling_columns
 from vlm_worker.types import SamplingParams
 

@@ -18,7 +18,7 @@ from shapes import Heads, Steps, models
 from timing import Bench, Case, report
 
 from vlm_kernels import add_rms_norm, rope_store_kv, silu_mul
-from vlm_kernels.add_rms_norm import add_rms_norm_reference
+from vlm_kernels.rms_norm import add_rms_norm_reference
 from vlm_kernels.rope import rope_reference
 from vlm_kernels.silu_mul import silu_mul_reference
 

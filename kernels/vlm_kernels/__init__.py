@@ -11,10 +11,8 @@
     decoder_layers     all layers of a step, and the head, in one call of these kernels
     vision_layers      layers of a vision tower in one call
     layer_norm         LayerNorm of packed tokens
-    rms_norm           RMSNorm of packed tokens
-    add_rms_norm       an addition, then RMSNorm
-    rope               rotary positions, in place
-    rope_store_kv      rotary positions, and the write of the keys and values into KV blocks
+    rms_norm           RMSNorm of packed tokens, also after an addition (add_rms_norm)
+    rope               rotary positions, in place; rope_store_kv writes keys and values, too
     quantised_linear   linear layers on int8 and int4 weights, for GPUs
     silu_mul           activation and product between the linear layers of a gated MLP
     merge_tokens       averages, or a selection, of visual tokens
@@ -31,7 +29,6 @@ The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`. Fo
 follow the elements (`kv_rows`). One block is contiguous.
 """
 
-from vlm_kernels.add_rms_norm import add_rms_norm
 from vlm_kernels.attention_plan import AttentionPlan, plan_attention
 from vlm_kernels.dense_attention import dense_attention
 from vlm_kernels.gather_blocks import block_memory, gather_blocks, scatter_blocks
@@ -42,9 +39,8 @@ from vlm_kernels.packed_weights import PackedWeights
 from vlm_kernels.paged_attention import paged_attention
 from vlm_kernels.quantised_linear import QuantisedWeights, quantise_weights, quantised_linear
 from vlm_kernels.resize_patches import resize_patches
-from vlm_kernels.rms_norm import rms_norm
-from vlm_kernels.rope import rope
-from vlm_kernels.rope_store_kv import rope_store_kv
+from vlm_kernels.rms_norm import add_rms_norm, rms_norm
+from vlm_kernels.rope import rope, rope_store_kv
 from vlm_kernels.sampling import sample_tokens
 from vlm_kernels.silu_mul import silu_mul
 from vlm_kernels.store_kv import store_kv

@@ -18,7 +18,7 @@ PANEL = 32
 LEVELS = 127
 """Codes of int8 are -127 to 127: symmetric, so that a product of two fits 14 bits and a sign."""
 
-MOST_INPUTS = 1 << 16
+MAX_INPUTS = 1 << 16
 """Maximum inputs for int8: a sum of products with unsigned codes then fits 32 bits."""
 
 LEAST_SCALED = 1e-30
@@ -111,8 +111,8 @@ def _in_panels(
     num_inputs = rows_RK.shape[1]
     if not int8:
         return PackedWeights(_grouped(rows_RK), num_outputs, num_inputs, is_gated)
-    if num_inputs > MOST_INPUTS:
-        raise ValueError(f"pack: {num_inputs} inputs, int8 has room for {MOST_INPUTS}")
+    if num_inputs > MAX_INPUTS:
+        raise ValueError(f"pack: {num_inputs} inputs, int8 has room for {MAX_INPUTS}")
     codes_RK, scales = quantise(rows_RK)
     return PackedWeights(
         _grouped(codes_RK.to(torch.int8)),

@@ -44,10 +44,7 @@ async def open_cluster(
 ) -> AsyncIterator[Access]:
     """Connect with the kubeconfig that kubectl would use.
 
-    Args:
-        kubeconfig: value of --kubeconfig or $KUBECONFIG; None means ~/.kube/config.
-        namespace: None means the context's namespace.
-        context: None means the kubeconfig's current context.
+    None means ~/.kube/config, the context's namespace, and the current context.
 
     Raises:
         CliError: there is no usable kubeconfig, or the API server does not answer or refuses.
@@ -84,15 +81,9 @@ async def find_service(access: Access, name: str) -> Manifest:
     service = await access.cluster.get(VLM_SERVICE, access.namespace, name)
     if service is not None:
         return service
-    everywhere = await access.cluster.list(VLM_SERVICE)
-    here = [
-        other["metadata"]["name"]
-        for other in everywhere
-        if other["metadata"]["namespace"] == access.namespace
-    ]
-    elsewhere = [
-        other["metadata"]["namespace"] for other in everywhere if other["metadata"]["name"] == name
-    ]
+    others = [item["metadata"] for item in await access.cluster.list(VLM_SERVICE)]
+    here = [meta["name"] for meta in others if meta["namespace"] == access.namespace]
+    elsewhere = [meta["namespace"] for meta in others if meta["name"] == name]
     problem = f"there is no VLMService {name!r} in namespace {access.namespace!r}"
     if elsewhere:
         raise CliError(problem, f"there is one in another: -n {elsewhere[0]}")
@@ -117,20 +108,20 @@ def condition(manifest: Manifest, kind: str) -> dict[str, Any] | None:
 
 
 def is_ready(manifest: Manifest) -> bool:
-    """Whether the object's condition Ready is True."""
     found = condition(manifest, "Ready")
     return found is not None and found["status"] == "True"
 
 
 def _find(kubeconfig: str | None) -> str:
     path = kubeconfig or DEFAULT_KUBECONFIG
-    found = [p for p in path.split(":") if p and Path(p).expanduser().is_file()]
-    if not found:
+    files = [Path(part).expanduser() for part in path.split(":") if part]
+    existing = [str(file) for file in files if file.is_file()]
+    if not existing:
         raise CliError(
             f"there is no kubeconfig at {path}, so no cluster is known",
             "name one with --kubeconfig or KUBECONFIG, or start a cluster with `vlm demo`",
         )
-    return ":".join(str(Path(p).expanduser()) for p in found)
+    return ":".join(existing)
 
 
 def _remedy(error: ClusterError) -> str:

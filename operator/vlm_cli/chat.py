@@ -10,7 +10,7 @@ from rich.console import Console
 
 from vlm_cli import flags
 from vlm_cli.client import Answer, ApiError, chat_body, read_image, stream_chat
-from vlm_cli.output import CliError, Format, console, emit, notes, ordered, ttft_breakdown
+from vlm_cli.output import CliError, Format, console, emit, ordered, ttft_breakdown
 from vlm_cli.target import Options, open_target
 
 
@@ -45,8 +45,6 @@ async def chat(
     out = console()
     quiet = output is not Format.TABLE
     async with open_target(options) as target:
-        if target.note:
-            notes().print(f"warning: {target.note}", markup=False, style="yellow")
         body = chat_body(
             target.model,
             question,

@@ -33,7 +33,6 @@ class ApiError(Exception):
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
-        self.status = status
         self.kind = kind
         self.retry = status in (429, 503)
 
@@ -193,7 +192,7 @@ def _error(status: int, error: Any) -> ApiError:
 
 
 def failure_kind(error: BaseException) -> str:
-    """Return one word for the kind of failure, for counting."""
+    """Return the kind of failure in one word, for counting."""
     if isinstance(error, ApiError):
         return error.kind
     if isinstance(error, TimeoutError | asyncio.TimeoutError):

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Pods by name: all that exist, and the ready ones."""
+    """Names of pods: of all, and of the ready ones."""
 
     present: frozenset[str]
     ready: tuple[str, ...]
@@ -55,22 +55,18 @@ async def forward_to_ready(
 ) -> AsyncIterator[str]:
     """Yield the URL of a local port that forwards to a ready pod while the block runs.
 
-    Args:
-        access: the cluster, and the namespace of the pods.
-        find: lists the pods; returns None if the cluster does not answer.
-        port: port of the pods.
-        local_port: port on 127.0.0.1.
-        report: gets a line if the port forwards to another pod, or to none.
+    `find` lists the pods; it returns None if the cluster does not answer. `port` is that of the
+    pods, `local_port` that on 127.0.0.1. `report` gets a line if the pod changes, or there is none.
 
     Raises:
         CliError: no pod is ready, or port-forward is refused.
     """
-    found = await find()
-    if found is None or not found.ready:
+    pods = await find()
+    if pods is None or not pods.ready:
         raise CliError("No gateway pod is ready.")
     async with _listening(access, port, local_port=local_port) as (forwarder, url):
-        await forwarder.check(found.ready[0])
-        forwarder.pod = found.ready[0]
+        await forwarder.check(pods.ready[0])
+        forwarder.pod = pods.ready[0]
         following = asyncio.create_task(_follow(forwarder, find, local_port, report))
         try:
             yield url
@@ -85,15 +81,15 @@ async def _follow(
     """Poll the pods; if the current one is no longer ready, choose another."""
     while True:
         await asyncio.sleep(POLL_SECONDS)
-        found = await find()
-        if found is None:
+        pods = await find()
+        if pods is None:
             continue
-        await forwarder.keep(found.present)
-        if forwarder.pod in found.ready:
+        await forwarder.keep(pods.present)
+        if forwarder.pod in pods.ready:
             continue
-        if found.ready:
-            forwarder.pod = found.ready[0]
-            report(f"port {local_port} now leads to gateway pod {found.ready[0]}")
+        if pods.ready:
+            forwarder.pod = pods.ready[0]
+            report(f"port {local_port} now leads to gateway pod {pods.ready[0]}")
         elif forwarder.pod is not None:
             forwarder.pod = None
             report(f"no gateway pod is ready: port {local_port} waits for one")
@@ -143,17 +139,17 @@ class Forwarder:
         except aiohttp.WSServerHandshakeError as error:
             raise CliError(
                 f"port-forward to pod {pod} was refused: {error.status} {error.message}",
-                "it takes the right to create pods/portforward; or pass --url",
+                "you need the right to create pods/portforward; or pass --url",
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise CliError(f"port-forward to pod {pod} failed: {error}", "or pass --url") from error
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one TCP connection until either side or `keep` ends it."""
+        """Forward one TCP connection until either side or `keep` ends it."""
         if self.pod is None:
             writer.close()
             return
-        task = asyncio.create_task(self._carry(self.pod, reader, writer))
+        task = asyncio.create_task(self._forward(self.pod, reader, writer))
         self._tasks[task] = self.pod
         task.add_done_callback(self._tasks.pop)
 
@@ -164,7 +160,7 @@ class Forwarder:
             task.cancel()
         await asyncio.gather(*ended, return_exceptions=True)
 
-    async def _carry(
+    async def _forward(
         self, pod: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Images of requests: the format by the first bytes, and generated images. Pure.
+"""Images of requests: their format, from the first bytes, and generated images. Pure.
 
 This module encodes PNG itself, so that the operator's container image needs no imaging library.
 """
@@ -10,7 +10,7 @@ import random
 import struct
 import zlib
 
-_BEGINS = {
+_PREFIXES = {
     b"\x89PNG\r\n\x1a\n": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
     b"GIF8": "image/gif",
@@ -21,7 +21,7 @@ _COLOURS = ((220, 30, 30), (30, 160, 50), (40, 70, 220), (240, 200, 20), (150, 4
 
 def media_type(data: bytes) -> str | None:
     """Return the MIME type; None if the gateway does not accept the format."""
-    return next((mime for begin, mime in _BEGINS.items() if data.startswith(begin)), None)
+    return next((mime for prefix, mime in _PREFIXES.items() if data.startswith(prefix)), None)
 
 
 def data_url(data: bytes) -> str:

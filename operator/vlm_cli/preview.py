@@ -15,7 +15,7 @@ from vlm_operator.plan.children import replicas_apply
 from vlm_operator.reconcile.decisions import Options, TurnPlan, plan_turn
 from vlm_operator.state import DeploymentState, NodeClassState, Observed
 
-_MOST = 1000  # limit of steps, above that of any rollout
+_MAX_STEPS = 1000  # more than any rollout has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def children(
     Raises:
         SpecError: the manifest is invalid with these node classes.
     """
-    turn_plan = plan_turn(service, _nothing(node_classes), Memory(), options=options)
+    turn_plan = plan_turn(service, _empty(node_classes), Memory(), options=options)
     return _objects(turn_plan)
 
 
@@ -54,24 +54,24 @@ def preview(
     Raises:
         SpecError: a manifest is invalid with these node classes.
     """
-    observed = _nothing(node_classes)
-    observed = _carried_out(plan_turn(old, observed, Memory(), options=options), observed)
+    observed = _empty(node_classes)
+    observed = _applied(plan_turn(old, observed, Memory(), options=options), observed)
     # an update of the same object, so that its children keep their names
     new = new.model_copy(update={"name": old.name, "namespace": old.namespace})
     rows: list[Row] = []
-    for _ in range(_MOST):
+    for _ in range(_MAX_STEPS):
         turn_plan = plan_turn(new, observed, Memory(), options=options)
         row = _row(turn_plan)
         if not rows or row != rows[-1]:
             rows.append(row)
-        after = _carried_out(turn_plan, observed)
+        after = _applied(turn_plan, observed)
         if turn_plan.step.done or after.children == observed.children:
             break
         observed = after
     return tuple(rows)
 
 
-def _nothing(node_classes: Mapping[str, NodeClassState]) -> Observed:
+def _empty(node_classes: Mapping[str, NodeClassState]) -> Observed:
     return Observed(
         service=None, children={}, pods=(), node_classes=node_classes, samples={}, now=0.0
     )
@@ -79,22 +79,22 @@ def _nothing(node_classes: Mapping[str, NodeClassState]) -> Observed:
 
 def _objects(turn_plan: TurnPlan) -> list[Manifest]:
     """Return the plan's objects; each VLMPool has the autoscaler's replica count."""
-    found = copy.deepcopy(list(turn_plan.plan.objects))
+    objects = copy.deepcopy(list(turn_plan.plan.objects))
     pool_replicas = {
         item["metadata"]["name"]: item["spec"]["replicas"]
         for role, number in turn_plan.pool_replicas.items()
         for item in (replicas_apply(turn_plan.service, role, number),)
     }
-    for item in found:
+    for item in objects:
         name = item["metadata"]["name"]
         if item["kind"] == names.KIND_POOL and name in pool_replicas:
             item["spec"]["replicas"] = pool_replicas[name]
-    return found
+    return objects
 
 
-def _carried_out(turn_plan: TurnPlan, observed: Observed) -> Observed:
+def _applied(turn_plan: TurnPlan, observed: Observed) -> Observed:
     """Return the view after a plan is applied and all of its pods are ready."""
-    found: dict[tuple[str, str], Manifest] = {}
+    children: dict[tuple[str, str], Manifest] = {}
     for item in _objects(turn_plan):
         key = (item["kind"], item["metadata"]["name"])
         if item["kind"] == names.KIND_POOL and "replicas" not in item["spec"]:
@@ -103,8 +103,8 @@ def _carried_out(turn_plan: TurnPlan, observed: Observed) -> Observed:
             count = item["spec"]["replicas"]
             item["status"] = dict.fromkeys(("replicas", "readyReplicas"), count)
             item["status"]["availableReplicas"] = count
-        found[key] = item
-    return dataclasses.replace(observed, children=found)
+        children[key] = item
+    return dataclasses.replace(observed, children=children)
 
 
 def _row(turn_plan: TurnPlan) -> Row:
@@ -117,7 +117,7 @@ def _row(turn_plan: TurnPlan) -> Row:
         item = DeploymentState.of(manifest)
         assert item is not None, "the plan gives every Deployment its role"
         was, now = counts.get(item.role, (0, 0))
-        fresh = item.compat == compat if item.role is Role.GATEWAY else item.revision in newest
+        is_new = item.compat == compat if item.role is Role.GATEWAY else item.revision in newest
         size = item.desired
-        counts[item.role] = (was, now + size) if fresh else (was + size, now)
+        counts[item.role] = (was, now + size) if is_new else (was + size, now)
     return Row(counts, turn_plan.step.waiting)

@@ -8,15 +8,9 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from vlm_cli.access import (
-    condition,
-    find_service,
-    gateway_pods,
-    is_ready,
-    open_cluster,
-)
+from vlm_cli.access import condition, find_service, gateway_pods, is_ready, open_cluster
 from vlm_cli.forward import forward
-from vlm_cli.output import CliError
+from vlm_cli.output import CliError, notes
 from vlm_operator import names
 from vlm_operator.cluster import Manifest
 
@@ -36,20 +30,18 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An OpenAI API: its base URL without `/v1`, the model's name, the headers of each request.
-
-    `note` is a warning for the user, such as that the service is not Ready; else "".
-    """
+    """An OpenAI API: its base URL without `/v1`, the model's name, the headers of each request."""
 
     url: str
     model: str
     headers: dict[str, str]
-    note: str = ""
 
 
 @contextlib.asynccontextmanager
 async def open_target(options: Options) -> AsyncIterator[Target]:
     """Find the gateway, and keep a port-forward to it while the block runs.
+
+    If the service is not Ready, print a warning.
 
     Raises:
         CliError: no service is named, it has no ready gateway pod, or the API does not answer.
@@ -68,9 +60,10 @@ async def open_target(options: Options) -> AsyncIterator[Target]:
             raise CliError(*_blocked(service))
         pod = pods[0]["metadata"]["name"]
         model = options.model or service["spec"]["model"].get("servedName") or options.name
-        note = "" if is_ready(service) else _blocked(service)[0]
+        if not is_ready(service):
+            notes().print(f"warning: {_blocked(service)[0]}", markup=False, style="yellow")
         async with forward(access, pod=pod, port=names.PORT_GATEWAY) as url:
-            yield Target(url, model, headers, note)
+            yield Target(url, model, headers)
 
 
 def _blocked(service: Manifest) -> tuple[str, str]:
@@ -79,8 +72,8 @@ def _blocked(service: Manifest) -> tuple[str, str]:
     for kind in ("Accepted", "Stalled", "Ready"):
         found = condition(service, kind)
         if found is not None and found["status"] == ("True" if kind == "Stalled" else "False"):
-            said = f"{found.get('reason', '')}: {found.get('message', '')}"
-            return f"{name} is not ready: {said}", f"vlm status {name}"
+            problem = f"{name} is not ready: {found.get('reason', '')}: {found.get('message', '')}"
+            return problem, f"vlm status {name}"
     if condition(service, "Ready") is None:
         return (
             f"{name} has no status yet",

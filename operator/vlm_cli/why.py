@@ -74,7 +74,7 @@ async def replay_file(path: Path, *, last: bool) -> None:
         different += [number] if found else []
     if different:
         raise CliError(
-            f"line {different[0]} of {path} comes out differently",
+            f"line {different[0]} of {path} has a different result",
             "was it written by another version of the operator?",
         )
 

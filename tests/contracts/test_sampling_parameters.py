@@ -1,6 +1,6 @@
 """A sampling parameter is declared in `SamplingParams`, and other code finds it there.
 
-A new one edits the proto, `SamplingParams`, the kernel, its reference, its C++ and docs/openai.md.
+A new one edits the proto, `SamplingParams`, the kernel, its edits, its C++ and docs/openai.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 TYPES = "worker/vlm_worker/types.py"
 KERNELS = {
     "kernels/vlm_kernels/sampling.py",
-    "kernels/vlm_kernels/sampling_reference.py",
     "kernels/vlm_kernels/sampling_edits.py",
 }
 NUM_OTHER_FILES = 3  # worker.proto, the C++ and docs/openai.md

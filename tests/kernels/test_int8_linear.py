@@ -13,7 +13,7 @@ from kernels.variants import each_variant
 from torch.nn import functional
 
 from vlm_kernels.packed_linear import Activation, packed_linear, packed_linear_reference
-from vlm_kernels.packed_weights import MOST_INPUTS, PackedWeights, pack, pack_gated, quantise
+from vlm_kernels.packed_weights import MAX_INPUTS, PackedWeights, pack, pack_gated, quantise
 
 module = importlib.import_module("vlm_kernels.packed_linear")  # the package has the function
 variant = each_variant(module)
@@ -154,7 +154,7 @@ def test_codes_of_a_row_that_is_not_finite_are_none() -> None:
 
 def test_more_inputs_than_a_sum_has_room_for_are_refused() -> None:
     with pytest.raises(ValueError, match="65536"):
-        pack(torch.zeros(1, MOST_INPUTS + 1, dtype=torch.bfloat16), int8=True)
+        pack(torch.zeros(1, MAX_INPUTS + 1, dtype=torch.bfloat16), int8=True)
 
 
 def test_no_rows_at_all_are_none() -> None:

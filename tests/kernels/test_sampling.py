@@ -14,7 +14,7 @@ from kernels.guards import GUARD, among_nan
 from kernels.variants import each_variant
 
 from vlm_kernels import sample_tokens
-from vlm_kernels.sampling_reference import NOT_FINITE, Sampled, sample_reference, uniform
+from vlm_kernels.sampling import NOT_FINITE, Sampled, sample_reference, uniform
 
 module = importlib.import_module("vlm_kernels.sampling")
 variant = each_variant(module)

@@ -1,12 +1,12 @@
 """Tiles of attention that fit into the shared memory of one program. Pure.
 
     rows x head size        queries
-    2 x keys x head size    keys and values; twice where the next ones are loaded meanwhile
+    2 x keys x head size    keys and values; twice if the next ones are loaded meanwhile
     rows x keys             weights, before they multiply values
 
-Triton's compiler keeps these there in the type of the queries, int8 KV in no more. A GPU has 227
-KiB for one program (Hopper), 163 (A100) or 99 (L40S, L4, RTX 40), and refuses to launch a kernel
-that needs more.
+Triton's compiler stores these in the type of the queries; int8 KV needs no more. A GPU has 227 KiB
+for one program (Hopper), 163 (A100) or 99 (L40S, L4, RTX 40), and refuses to launch a kernel that
+needs more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dataclasses
 from typing import Final
 
 SIZES: Final = (64, 32, 16)
-"""Rows of a prefill tile, and keys that a program takes at a time, the best first: a tensor core
+"""Rows of a prefill tile, and keys that a program processes at once, the best first. A tensor core
 multiplies 16."""
 SPARE_BYTES: Final = 1024
 """Factors, offsets and sums of a tile."""
@@ -23,7 +23,7 @@ SPARE_BYTES: Final = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """Rows of a tile, of queries and heads, and keys that it takes at a time."""
+    """Rows of a tile (queries and heads), and the keys that it processes at once."""
 
     rows: int
     keys: int
@@ -31,12 +31,12 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """What a kernel attends with.
+    """The heads of a kernel.
 
     Attributes:
         dim: head size; a program computes with the next power of two.
         element_bytes: of the queries' type.
-        num_copies: of keys and values: 1, or 2 where the next ones are loaded meanwhile.
+        num_copies: of keys and values: 1, or 2 if the next ones are loaded meanwhile.
     """
 
     dim: int
@@ -44,14 +44,14 @@ class Heads:
     num_copies: int = 1
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Most that a program of this shape keeps in shared memory."""
+        """Return the shared memory that a program of this shape needs, at most."""
         dim = padded(self.dim)
-        kept = 2 * self.num_copies * shape.keys * dim
-        elements = shape.rows * dim + kept + shape.rows * shape.keys
+        kv = 2 * self.num_copies * shape.keys * dim
+        elements = shape.rows * dim + kv + shape.rows * shape.keys
         return elements * self.element_bytes + SPARE_BYTES
 
     def shape_of_rows(self, rows: int, *, limit: int) -> Shape:
-        """A tile of so many rows with most keys that fits into `limit` bytes.
+        """Return the tile of `rows` rows with the most keys that fits into `limit` bytes.
 
         Raises:
             ValueError: none does.
@@ -66,7 +66,7 @@ class Heads:
         )
 
     def prefill_shape(self, *, limit: int) -> Shape:
-        """A tile of prefill: most rows first, then most keys.
+        """Return the prefill tile with the most rows, and with these the most keys.
 
         Raises:
             ValueError: not even the smallest tile fits.

@@ -1,19 +1,50 @@
-"""What one step of paged attention reads, on the device: tiles, tables and intervals.
+"""The input of one step of paged attention on the device: tiles, tables and intervals.
 
-plan_tiles(...)      of any step: cut on the host, and copied
-decode_tiles(...)    of a captured step of decode: arrays that are filled before each replay
+plan_tiles(...)      of any step: computed on the host, then copied
+decode_tiles(...)    of a captured decode step: arrays that are filled before each replay
+
+    a tile      some queries of one sequence, all G query heads of one KV head: rows (query, head)
+    a launch    tiles of one height; decoding sequences have few rows, chunks of prefill many
+    a split     a part of the positions that a tile sees; if there are too few tiles for the GPU,
+                several programs share one, and a second kernel combines their results
+
+A query sees the interval `[first, limit)` of positions (`segments.seen_by`), so masks, windows and
+spans are two integers per query.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from vlm_kernels import gpu
-from vlm_kernels.gpu.attention_tiles import decode_rows, intervals, launches, num_splits
+from vlm_kernels.segments import seen_by
+
+DECODE_ROWS = 16
+"""The smallest number of rows that a tensor core multiplies."""
+
+MIN_SPLIT = 256
+"""The smallest number of positions for which a separate program is faster."""
+
+MAX_SPLITS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Tiles of one height, on the host.
+
+    Attributes:
+        tiles: int32 `[N, 3]`: sequence, first packed token, number of queries.
+        num_rows: of a tile, a power of two, at least queries times G.
+        longest: the largest number of positions that a tile sees.
+    """
+
+    tiles: np.ndarray
+    num_rows: int
+    longest: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +58,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a plan was checked against, so that no other cache is read by it."""
+    """The shape of the cache that a plan was checked for; it must not be used with another."""
 
     num_blocks: int
     num_kv_heads: int
@@ -36,15 +67,14 @@ class CacheShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TiledStep:
-    """What one step reads, on the device, the same for all layers of one window.
+    """The input of one step on the device, for all layers with the same window.
 
     Attributes:
         launches: decoding sequences, chunks of prefill, or both.
-        block_table: int32 `[S, B]`.
-        first: int32 `[T]`, the least position that each query sees.
-        limit: int32 `[T]`, one behind the greatest.
-        num_groups: G, whole groups in each tile.
-        cache: that `block_table` is of.
+        block_table: int32 `[S, B]`, block numbers of `cache`.
+        first: int32 `[T]`, the first position that each query sees.
+        limit: int32 `[T]`, the last position plus one.
+        num_groups: G; each tile has whole groups.
     """
 
     launches: tuple[Launch, ...]
@@ -67,25 +97,17 @@ def plan_tiles(
     spans: Sequence[Sequence[tuple[int, int]]] = (),
     window: int | None = None,
 ) -> TiledStep:
-    """Cut one step into tiles and bring them to the device, in one copy.
+    """Divide one step into tiles and copy them to the device in one copy.
 
-    Args:
-        query_start: as of `plan_attention`, checked, like what follows.
-        context_lens: likewise.
-        block_table: likewise.
-        num_groups: G.
-        cache: that `block_table` is of.
-        prefill_rows: of a tile of prefill (`attention_shapes`).
-        device: where the step is computed.
-        spans: as of `plan_attention`.
-        window: likewise.
+    The arguments are those of `plan_attention`, which has checked them; `num_groups` is G, and
+    `prefill_rows` the rows of a prefill tile (`attention_shapes`).
 
     Raises:
-        ValueError: a span ends behind its sequence.
+        ValueError: a span ends after its sequence.
     """
     first, limit = intervals(query_start, context_lens, spans=spans, window=window)
-    cut = launches(query_start, first, limit, num_groups=num_groups, prefill_rows=prefill_rows)
-    arrays = [first, limit, block_table, *(launch.tiles for launch in cut)]
+    planned = launches(query_start, first, limit, num_groups=num_groups, prefill_rows=prefill_rows)
+    arrays = [first, limit, block_table, *(launch.tiles for launch in planned)]
     first_T, limit_T, table, *tiles = _to_device(arrays, device)
     processors = gpu.num_processors(device)
     return TiledStep(
@@ -99,7 +121,7 @@ def plan_tiles(
                     num_processors=processors,
                 ),
             )
-            for launch, on_device in zip(cut, tiles, strict=True)
+            for launch, on_device in zip(planned, tiles, strict=True)
         ),
         block_table=table,
         first=first_T,
@@ -117,17 +139,10 @@ def decode_tiles(
     num_groups: int,
     cache: CacheShape,
 ) -> TiledStep:
-    """One query per sequence, of arrays on the device that are filled later; nothing is copied.
+    """Plan one query per sequence over arrays on the device that are filled later; copy nothing.
 
-    Sequences are split as if each filled its row of the table: of a shorter one the last splits are
-    empty.
-
-    Args:
-        first_S: int32, the least position that each query sees.
-        limit_S: int32, one behind the greatest.
-        table_SB: int32.
-        num_groups: G.
-        cache: that the table is of.
+    Sequences are split as if each filled its row of the table. The last splits of a shorter one are
+    empty. `first_S`, `limit_S` and `table_SB` are int32, as in `TiledStep`; `num_groups` is G.
     """
     num_seqs, device = len(first_S), first_S.device
     seqs = torch.arange(num_seqs, dtype=torch.int32, device=device)
@@ -144,11 +159,101 @@ def decode_tiles(
     return TiledStep((launch,), table_SB, first_S, limit_S, num_groups, cache)
 
 
+def intervals(
+    query_start: np.ndarray,
+    context_lens: np.ndarray,
+    *,
+    spans: Sequence[Sequence[tuple[int, int]]] = (),
+    window: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the interval that each packed query sees: `first` and `limit`, int32 `[T]` each.
+
+    Raises:
+        ValueError: a span with a query ends after the end of its sequence.
+    """
+    num_queries = np.diff(query_start)
+    start = np.repeat(context_lens - query_start[:-1], num_queries)
+    position = start + np.arange(query_start[-1])
+    first, limit = seen_by(position, window=window)
+    for s, of_sequence in enumerate(spans):
+        if not len(of_sequence):
+            continue
+        queries = slice(int(query_start[s]), int(query_start[s + 1]))
+        num_kv = int(context_lens[s] + num_queries[s])
+        _, limit[queries] = seen_by(position[queries], spans=of_sequence)
+        if limit[queries].max() > num_kv:
+            raise ValueError(f"sequence {s}: a span ends after its {num_kv} positions")
+    return first.astype(np.int32), limit.astype(np.int32)
+
+
+def launches(
+    query_start: np.ndarray,
+    first: np.ndarray,
+    limit: np.ndarray,
+    *,
+    num_groups: int,
+    prefill_rows: int,
+) -> tuple[LaunchPlan, ...]:
+    """Divide the packed queries into tiles: at most one launch for decode and one for prefill.
+
+    A prefill tile has `prefill_rows` rows, or more if one query has more heads.
+    """
+    num_queries = np.diff(query_start)
+    small = decode_rows(num_groups)
+    planned = []
+    for seqs, num_rows in (
+        (np.flatnonzero(num_queries * num_groups <= small), small),
+        (np.flatnonzero(num_queries * num_groups > small), max(prefill_rows, small)),
+    ):
+        if len(seqs):
+            tiles = np.array(list(_tiles(query_start, seqs, num_rows // num_groups)), np.int32)
+            planned.append(LaunchPlan(tiles, num_rows, _longest(tiles, first, limit)))
+    return tuple(planned)
+
+
+def decode_rows(num_groups: int) -> int:
+    """Return the rows of a tile that has at least the heads of one query."""
+    return max(DECODE_ROWS, _power_of_two(num_groups))
+
+
+def num_splits(num_programs: int, longest: int, *, num_processors: int) -> int:
+    """Return the programs per tile, a power of two: in all, twice those that the GPU runs at once.
+
+    All tiles of a launch have the same number of splits, so it depends on the whole batch. The
+    result of a sequence in a batch equals its result alone bit for bit if the number of splits is
+    the same, and else up to roundings.
+    """
+    wanted = min(2 * num_processors // max(1, num_programs), longest // MIN_SPLIT, MAX_SPLITS)
+    return 1 << (max(1, wanted).bit_length() - 1)
+
+
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """As int32 in one buffer, so that a step is one copy."""
+    """Copy arrays as int32 in one buffer, so that a step needs one copy."""
     flat = np.concatenate([array.astype(np.int32, copy=False).ravel() for array in arrays])
     buffer = torch.from_numpy(flat)
     if device.type == "cuda":
         buffer = buffer.pin_memory().to(device, non_blocking=True)
     parts = torch.split(buffer, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _tiles(
+    query_start: np.ndarray, seqs: np.ndarray, num_queries: int
+) -> Iterator[tuple[int, int, int]]:
+    for s in seqs.tolist():
+        start, end = int(query_start[s]), int(query_start[s + 1])
+        for token in range(start, end, num_queries):
+            yield s, token, min(num_queries, end - token)
+
+
+def _longest(tiles: np.ndarray, first: np.ndarray, limit: np.ndarray) -> int:
+    """The first query of a tile has the smallest `first`; any query may have the largest limit."""
+    starts = tiles[:, 1]
+    edges = np.stack([starts, starts + tiles[:, 2]], axis=1).ravel()
+    # every second maximum between edges is that of a tile; the appended 0 ends the last one
+    ends = np.maximum.reduceat(np.append(limit, 0), edges)[::2]
+    return int((ends - first[starts]).max())
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

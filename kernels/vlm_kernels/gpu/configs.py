@@ -1,10 +1,10 @@
-"""What each kernel is launched with: the winners in `configs.json`, else the kernel's own default.
+"""The configuration of each launch: that of `configs.json`, or else the kernel's default.
 
     {"NVIDIA H200": {"paged_attention": {"d128/m16": {"TILE_N": 64, "num_warps": 4}}}}
-     device           kernel               shape      what replaces the default's
+     device           kernel               shape      replaces values of the default
 
-Read once; `bench/gpu/run.py tune` writes it. There is no autotuning at run time: it costs start-up,
-and two pods of one pool would compute in different orders.
+The file is read once; `bench/gpu/run.py tune` writes it. There is no autotuning at run time: it
+would lengthen the start, and two pods of one pool would compute in different orders.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ Table = Mapping[str, Mapping[str, Mapping[str, Config]]]
 
 
 def config(kernel: str, shape: str, device: torch.device, default: Config) -> Config:
-    """Tile sizes, warps and stages of one launch.
-
-    Args:
-        kernel: as in the table.
-        shape: likewise; what the best choice depends on.
-        device: whose name is looked up.
-        default: for what the table does not say.
-    """
+    """Return tile sizes, warps and stages of one launch; `default` has those not in the table."""
     return {**default, **_table().get(_name(device), {}).get(kernel, {}).get(shape, {})}
 
 

@@ -1,11 +1,11 @@
 """Move whole blocks in Triton:  piece[i] = cache[ids[i]], and back.
 
-Shapes: N blocks of C bytes in the cache, I of them moved.
+Shapes: N blocks of C bytes in the cache; I of them are moved.
 
 Reference: `vlm_kernels.gather_blocks.gather_blocks_reference`.
 
-Tiles: a program moves TILE_N words of one block, the widest words that a block is made
-of. There are as many programs as pieces of blocks, so a single block keeps the whole GPU busy.
+Tiles: a program moves TILE_N words of one block, the widest words that divide a block. A single
+block has many programs, so it keeps the whole GPU busy.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def move_blocks(
     Args:
         cache: uint8 `[N, C]`, contiguous.
         piece: uint8 `[I, C]`, contiguous; is written, or with `into_cache` is read.
-        ids_I: int64 `[I]` on the device, 0 to N - 1; all different where the cache is written.
-        into_cache: which way.
+        ids_I: int64 `[I]` on the device, 0 to N - 1; with `into_cache` all different.
+        into_cache: whether the cache is written.
     """
     if not len(ids_I):
         return

@@ -1,12 +1,12 @@
 """Merge tokens in Triton:  y_n = sum_i share_i x_(s_i), over the sources of kept token n.
 
-Shapes: T tokens, D features, N that are kept, I sources; kept token n has the sources
+Shapes: T tokens, D features, N kept tokens, I sources; kept token n has the sources
 `[edges_n, edges_(n+1))`.
 
-Reference: `vlm_kernels.merge_tokens.merge_tokens_reference`, whose weights are shares here.
+Reference: `vlm_kernels.merge_tokens.merge_tokens_reference`; the shares are its normalised weights.
 
-Tiles: a program makes TILE_D features of one kept token and walks its sources in their order, so
-sums are the same at each call; nothing is added by atomics.
+Tiles: a program computes TILE_D features of one kept token in a loop over its sources in their
+order, without atomics, so sums are the same in each call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def merge_tokens(
     """Launch.
 
     Args:
-        x_TD: `[T, D]`; rows may lie apart, the inner axis has stride 1.
+        x_TD: `[T, D]`; rows may be strided, the inner axis has stride 1.
         sources_I: int64 `[I]`, rows of x.
         edges_N1: int64 `[N + 1]`, strictly rising from 0 to I.
         share_I: float32 `[I]`; the shares of one kept token sum to 1.

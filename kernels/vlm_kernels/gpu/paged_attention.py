@@ -2,9 +2,9 @@
 
     o_t = sum_j softmax_j(cap(scale * q_t . k_j)) v_j        over first_t <= j < limit_t
 
-`cap(x) = softcap * tanh(x / softcap)` where the model has one. The intervals hold causality, spans
-and window (`attention_tiles`). Of quantised KV, `k_j = ks_j * K_j` with one factor per token and
-head: the factors of keys multiply scores, those of values multiply weights, so that elements are
+`cap(x) = softcap * tanh(x / softcap)` if the model has a softcap. The intervals express causality,
+spans and window (`attention_step`). For quantised KV, `k_j = ks_j * K_j` with one factor per token
+and head. The factors of keys multiply scores, and those of values multiply weights. So elements are
 only converted.
 
 Shapes: T packed queries, H KV heads with G query heads each, D head size, N blocks of P slots, S
@@ -14,14 +14,14 @@ sequences with up to B blocks each; position j of sequence s is slot `j % P` of 
 Reference: `vlm_kernels.paged_attention.paged_attention_reference`; blocks are PagedAttention's
 (arXiv 2309.06180), tiles FlashAttention's (2205.14135), splits Flash-Decoding's.
 
-Tiles: a program takes one tile of queries, one KV head and one split; rows are (query, head of the
-group), so decode fills a tensor core's 16 rows with the heads that share their KV. It walks the
-positions TILE_N at a time, reads the block of each from the table, and keeps maximum, sum and
-weighted values of each row (online softmax, base 2). With splits each program leaves its own
-normalised values with their logarithm of the sum, and `_combine` weighs them.
+Tiles: a program computes one tile of queries, one KV head and one split. Rows are (query, head of
+the group), so decode fills the 16 rows of a tensor core with the heads that share their KV. The
+program loops over the positions, TILE_N at a time. It reads the block of each from the table, and
+keeps maximum, sum and weighted values of each row (online softmax, base 2). With splits, each
+program stores its normalised values and the logarithm of its sum, and `_combine` weighs them.
 
-Scores, weights' sums and values are float32; weights are rounded to q's type before they multiply
-values, as flash attention does. Products of float32 are IEEE, never TF32.
+Scores, sums of weights and values are float32. Weights are rounded to q's type before they multiply
+values, as in flash attention. Products of float32 are IEEE, never TF32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vlm_kernels import gpu
 from vlm_kernels.gpu.attention_shapes import Heads, Shape, padded
 from vlm_kernels.gpu.attention_step import TiledStep
 from vlm_kernels.gpu.configs import config
-from vlm_kernels.gpu.online_softmax import LOG2_E, weigh
+from vlm_kernels.gpu.functions import LOG2_E, add_scores
 
 DEFAULT = {"num_warps": 4, "num_stages": 3}
 
@@ -96,7 +96,7 @@ def _attend(
             x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
         seen = (position[None] >= first[:, None]) & (position[None] < limit[:, None])
         x = tl.where(seen & written[None], x * LOG2_E, float("-inf"))
-        weight, shrink, top, total = weigh(x, top, total)
+        weight, shrink, top, total = add_scores(x, top, total)
         if IS_QUANTISED:
             weight *= tl.load(factors + factor_value, mask=written, other=0.0).to(tl.float32)[None]
         v = _as(tl.load(pointers + value_offset, mask=filled, other=0.0), q, IS_QUANTISED)
@@ -111,14 +111,14 @@ def _attend(
         # rows of a tile by split: [tiles, KV heads, SPLITS, TILE_M, D]
         part_row = ((tile.to(tl.int64) * num_heads + head) * SPLITS + split) * TILE_M + row
         tl.store(out_ptr + part_row[:, None] * D + column[None], acc, mask=stored)
-        # a logarithm is taken of rows that saw nothing too: both sides of `where` are computed
+        # `where` computes both sides, so this logarithm must exist for rows that see nothing, too
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.maximum(total, 1e-38)))
         tl.store(lse_ptr + part_row, lse, mask=live)
 
 
 @triton.jit
 def _as(x, q, IS_QUANTISED: tl.constexpr):
-    """Elements in q's type, which holds all of a quantised row exactly."""
+    """Convert elements to q's type, which represents all quantised values exactly."""
     if IS_QUANTISED:
         x = x.to(tl.float32)
     return x.to(q.dtype)
@@ -130,7 +130,7 @@ def _combine(
     G: tl.constexpr, D: tl.constexpr,
     TILE_M: tl.constexpr, TILE_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [tiles, KV heads]: what the splits of a tile found, by their share of the sum."""
+    """Grid: [tiles, KV heads]. Weigh the results of a tile's splits by their shares of the sum."""
     tile, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     row = tl.arange(0, TILE_M)
@@ -142,7 +142,7 @@ def _combine(
     every = tl.load(
         lse_ptr + first_row[:, None] + split[None] * TILE_M, mask=live[:, None], other=0.0
     )
-    top = tl.max(every, 1)  # some split saw the query itself
+    top = tl.max(every, 1)  # finite: one split has the query's own position
     total = tl.sum(tl.exp2(every - top[:, None]), 1)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     for s in range(SPLITS):
@@ -169,7 +169,7 @@ def paged_attention(
     Args:
         q_THD: packed queries `[T, H * G, D]`; the inner axis has stride 1.
         kv: one layer, `[N, 2, H, P, D]`, the inner axis of stride 1; float, int8 or float8.
-        factors: float32 `[N, 2, H, P]` of quantised KV, strides as they are; else None.
+        factors: float32 `[N, 2, H, P]` of quantised KV, with any strides; else None.
         step: from `plan_tiles`.
         scale: of scores.
         softcap: bound of scores, in both directions.
@@ -188,7 +188,7 @@ def paged_attention(
         )
         tile_n = meta.pop("TILE_N", fits.keys)
         if heads.shared_bytes(Shape(launch.num_rows, tile_n)) > shared:
-            tile_n = fits.keys  # it was tuned for another type of queries
+            tile_n = fits.keys  # the configuration is for another type of queries
         num_tiles, splits = len(launch.tiles), launch.num_splits
         target, lse = out, out
         if splits > 1:

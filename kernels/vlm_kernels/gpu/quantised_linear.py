@@ -1,15 +1,15 @@
 """Products with quantised weights in Triton:  y = x W^T + b,  W_nk = s_ng * c_nk.
 
-Shapes: M rows of x, K inputs, N outputs; g is the group of inputs that k lies in, K long for int8.
+Shapes: M rows of x, K inputs, N outputs; g is the group of input k; int8 has one group of K inputs.
 
 Reference: `vlm_kernels.quantised_linear.quantised_linear_reference`.
 
-Tiles: a program makes `[TILE_M, TILE_N]` of y and walks K. Codes are converted to x's type, which
-holds all of them exactly, and multiplied as they are: scales multiply sums, of int8 once at the
-end, of int4 once per group. A byte of int4 holds an element of the first and one of the second half
-of its group, so each half is a product with whole columns of x, and no bits are shuffled.
+Tiles: a program computes `[TILE_M, TILE_N]` of y in a loop over K. Codes are converted to x's type,
+which represents them exactly. Scales multiply sums: of int8 once at the end, of int4 once per
+group. A byte of int4 has one element of the first and one of the second half of its group. So each
+half is a product with whole columns of x, without shuffles of bits.
 
-Few rows (decode): TILE_M is 16, and many narrow tiles of outputs keep all processors reading.
+For few rows (decode), TILE_M is 16, and many narrow tiles of outputs keep all processors busy.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def quantised_linear(
     """Launch.
 
     Args:
-        x_MK: `[M, K]`; rows may lie apart, the inner axis has stride 1.
+        x_MK: `[M, K]`; rows may be strided, the inner axis has stride 1.
         codes: int8 `[N, K]`, or uint8 `[N, K / 2]`; contiguous.
         scales: float32 `[N, K / group]`, contiguous.
         group: inputs that share a scale.

@@ -1,15 +1,15 @@
 """Resize, normalise and cut in Triton: a patch is two products with banded matrices.
 
-    patch [P, P] = Wy [P, R] @ rgb [R, C] @ Wx^T [C, P]      R x C pixels that the patch is made of
+    patch [P, P] = Wy [P, R] @ rgb [R, C] @ Wx^T [C, P]      R x C source pixels of the patch
 
 Shapes: an image `[H, W, 3]` of bytes becomes N patches of P x P pixels, `[N, 3 * times * P * P]`.
 
 Reference: `vlm_kernels.resize_patches.resize_patches_reference`.
 
-Tiles: a program makes one patch of one channel. It walks its source rows TILE_R at a time, and
-their columns TILE_C at a time: pixels are read once, in order, and a piece of a banded matrix is
-looked up from its few weights, zero beside them. What a row becomes is rounded to bytes, as is what
-columns of it become, looked up in the channel's table, and written to each time step of the patch.
+Tiles: a program computes one patch of one channel. It loops over its source rows, TILE_R at a
+time, and over their columns, TILE_C at a time, so it reads pixels once and in order. It loads the
+weights of the band of a matrix; other elements are zero. The result of each product is rounded to
+bytes. The last one is looked up in the channel's table and written to each time step of the patch.
 Products are IEEE float32.
 """
 
@@ -46,7 +46,7 @@ def _patch(
     live = i < P
     row_start = tl.load(row_start_ptr + y0 + i, mask=live, other=0)
     column_start = tl.load(column_start_ptr + x0 + i, mask=live, other=0)
-    # starts never fall: the patch's first pixel needs the first of the image's, its last the last
+    # starts do not decrease: the first pixel of the patch needs the first source pixels
     first_row, first_column = tl.load(row_start_ptr + y0), tl.load(column_start_ptr + x0)
     end_row = tl.minimum(tl.load(row_start_ptr + y0 + P - 1) + row_taps, H)
     end_column = tl.minimum(tl.load(column_start_ptr + x0 + P - 1) + column_taps, W)
@@ -81,7 +81,7 @@ def _patch(
 
 @triton.jit
 def _to_bytes(values):
-    """Float32 still."""
+    """Round to bytes, as float32."""
     return tl.floor(tl.minimum(tl.maximum(values, 0.0), 255.0) + 0.5)
 
 
@@ -92,7 +92,7 @@ def resize_patches(
 
     Args:
         rgb: uint8 `[H, W, 3]`, contiguous.
-        cut: what it becomes.
+        cut: size and patches of the result.
         table: `[3, 256]`, contiguous.
         rows: weights from H to `cut.height`.
         columns: weights from W to `cut.width`.

@@ -1,15 +1,15 @@
-"""RMSNorm in Triton, alone or after the addition that stands before it.
+"""RMSNorm in Triton, alone or after an addition.
 
-    h_t = x_t + r_t                                      where there is a residual
-    y_t = (h_t / sqrt(mean(h_t^2) + eps)) * w            h is written too; of Gemma 1 + w
+    h_t = x_t + r_t                                      with a residual; h is written, too
+    y_t = (h_t / sqrt(mean(h_t^2) + eps)) * w            Gemma: 1 + w
 
 Shapes: T rows, D features.
 
-Reference: `vlm_kernels.rms_norm.rms_norm_reference`, `vlm_kernels.add_rms_norm`'s with a residual.
+Reference: `rms_norm_reference` and `add_rms_norm_reference` in `vlm_kernels.rms_norm`.
 
-Tiles: a program takes TILE_T whole rows, which stay in registers between the mean and the product,
-so each element is read once and written once. The mean is float32; h, and the scaled h before it is
-multiplied, are rounded to their type, as the definition does; before 1 + w nothing is.
+Tiles: a program computes TILE_T whole rows. They stay in registers between the mean and the
+product, so each element is read once and written once. The mean is float32. h, and the scaled h
+before the product, are rounded to their type, as in the definition; with 1 + w only the result is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from vlm_kernels.gpu.configs import config
 
 ELEMENTS = 4096
-"""Of a tile: rows of a head's size share a program."""
+"""Of a tile: short rows, such as those of a head, share a program."""
 
 
 @triton.jit
@@ -64,15 +64,15 @@ def rms_norm(
     """Launch.
 
     Args:
-        x_TD: `[T, D]`; rows may lie apart, the inner axis has stride 1.
+        x_TD: `[T, D]`; rows may be strided, the inner axis has stride 1.
         weight_D: `[D]`, contiguous, of the same type.
         residual_TD: `[T, D]`, as x; is added before.
         eps: added to the mean square.
         adds_one: the factor is 1 + w.
 
     Returns:
-        The normalised rows `[T, D]`, contiguous, every element written; and what was normalised,
-        likewise, or x itself without a residual.
+        The normalised rows `[T, D]`, contiguous, every element written; and h, of the same layout,
+        or x itself without a residual.
     """
     num_rows, size = x_TD.shape
     y_TD = x_TD.new_empty(num_rows, size)

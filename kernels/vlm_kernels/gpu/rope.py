@@ -1,4 +1,4 @@
-"""Rotary positions in Triton, in place; of a new token's keys on their way into the cache.
+"""Rotary positions in Triton: in place, or of keys while they are written into the cache.
 
     (a, b) = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)      a, b the halves of a head
 
@@ -7,13 +7,12 @@ and of several (M-RoPE) are one kernel; the cache is N blocks of P slots.
 
 Reference: `vlm_kernels.rope.rope_reference`, then `vlm_kernels.store_kv.store_kv_reference`.
 
-Tiles: a program takes one token and TILE_H heads; both halves of a head are in the registers of one
-program, so it may write where it reads. Products and sums are rounded to the type of x, as the
-definition does; with float32 tables (WIDE) the sums alone.
+Tiles: a program computes one token and TILE_H heads. Both halves of a head are in the registers of
+one program, so it may write in place. Products and sums are rounded to the type of x, as in the
+definition; with float32 tables (WIDE), only the sums are.
 
-`_rotate_store` does what follows in a decoder layer in one pass: queries rotate in place, keys on
-their way into their slot, values beside them, so that keys and values are read once and never
-written to where they came from. Heads are numbered queries first, then KV.
+`_rotate_store` rotates queries in place, and writes rotated keys, and values, into their slots, in
+one pass. Heads of queries have the first numbers, then those of KV.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 
 from vlm_kernels.gpu.configs import config
-from vlm_kernels.gpu.quantise import elements, greatest
+from vlm_kernels.gpu.functions import elements, max_abs
 from vlm_kernels.kv_rows import LIMITS
 
 DEFAULT = {"TILE_H": 4, "num_warps": 4}
@@ -34,7 +33,7 @@ def _rotated(
     x_ptr, cos_ptr, sin_ptr, token, column, inside, stored,
     HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of the heads at `x_ptr [TILE_H]`, rotated, in their own type."""
+    """Return both rotated halves of the heads at `x_ptr [TILE_H]`, in their own type."""
     here = x_ptr[:, None] + column[None]
     a = tl.load(here, mask=stored, other=0.0)
     b = tl.load(here + HALF, mask=stored, other=0.0)
@@ -57,7 +56,6 @@ def _rotate_heads(
     x_ptr, cos_ptr, sin_ptr, token, tile, x_token, x_head, num_heads,
     HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """In place."""
     head = tile.to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
     column = tl.arange(0, TILE_D)
     inside = column < HALF
@@ -73,11 +71,11 @@ def _rotate_heads(
 def _store_halves(
     place, scales, live, column, a, b, stored, HALF: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """Keys or values, their halves float32, at their slots `place [TILE_H]`."""
+    """Store float32 halves of keys or values at their slots `place [TILE_H]`."""
     if LIMIT > 0:
-        most = tl.maximum(greatest(a), greatest(b))
-        a, b = elements(a, most, LIMIT), elements(b, most, LIMIT)
-        tl.store(scales, tl.div_rn(most, LIMIT * 1.0), mask=live)
+        row_max = tl.maximum(max_abs(a), max_abs(b))
+        a, b = elements(a, row_max, LIMIT), elements(b, row_max, LIMIT)
+        tl.store(scales, tl.div_rn(row_max, LIMIT * 1.0), mask=live)
     here = place[:, None] + column[None]
     element = place.dtype.element_ty
     tl.store(here, a.to(element), mask=stored)
@@ -143,7 +141,7 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
     Args:
         x_THD: `[T, H, D]`; the inner axis has stride 1.
         cos_TD: `[T, D]`, contiguous, of the same type, or float32.
-        sin_TD: likewise.
+        sin_TD: as cos.
     """
     num_tokens, num_heads, head_dim = x_THD.shape
     if num_tokens == 0:
@@ -170,10 +168,10 @@ def rope_store_kv(
 
     Args:
         q_THD: `[T, heads, D]`; inner axes have stride 1, here and below.
-        k_THD: `[T, H, D]`, stays as it is.
-        v_THD: likewise.
+        k_THD: `[T, H, D]`, not changed.
+        v_THD: `[T, H, D]`.
         cos_TD: `[T, D]`, contiguous, of the type of q and k.
-        sin_TD: likewise.
+        sin_TD: as cos.
         kv: one layer, `[N, 2, H, P, D]`.
         scales: float32 `[N, 2, H, P]` of a quantised cache; else None.
         slots_T: int64 `[T]`; one that is not in the cache is skipped.

@@ -4,8 +4,8 @@ Shapes: M rows, N columns.
 
 Reference: `vlm_kernels.silu_mul.silu_mul_reference`.
 
-Tiles: a program takes TILE_N elements of one row of both; rows may lie apart, as the two halves of
-a joint product do. SiLU is rounded to its type before it is multiplied, as the definition does.
+Tiles: a program computes TILE_N elements of one row. Rows may be strided, as the two halves of a
+joint product are. SiLU is rounded to its type before the product, as in the definition.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def silu_mul(gate_MN: torch.Tensor, up_MN: torch.Tensor) -> torch.Tensor:
     """Launch.
 
     Args:
-        gate_MN: `[M, N]`; rows may lie apart, the inner axis has stride 1.
+        gate_MN: `[M, N]`; rows may be strided, the inner axis has stride 1.
         up_MN: of the same shape and type.
 
     Returns:

@@ -1,13 +1,13 @@
-"""Store KV in Triton:  cache[slot of t] = (k_t, v_t), rounded or quantised on the way.
+"""Store KV in Triton:  cache[slot of t] = (k_t, v_t), rounded or quantised.
 
 Shapes: T new tokens, H KV heads, D head size, N blocks of P slots; slot s is slot `s % P` of block
 `s // P`.
 
 Reference: `vlm_kernels.store_kv.store_kv_reference`.
 
-Tiles: a program writes one token, TILE_H of its heads, key and value: reads are whole rows, writes
-are whole slots. A quantised row's scale is made from the row while it is in registers. A slot that
-is not in the cache (-1 is padding of a captured graph) is skipped.
+Tiles: a program writes keys and values of TILE_H heads of one token: it reads whole rows and writes
+whole slots. The scale of a quantised row is computed while the row is in registers. A slot that is
+not in the cache (-1 is padding of a captured graph) is skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from vlm_kernels.gpu.configs import config
-from vlm_kernels.gpu.quantise import elements, greatest
+from vlm_kernels.gpu.functions import elements, max_abs
 from vlm_kernels.kv_rows import LIMITS
 
 DEFAULT = {"TILE_H": 4, "num_warps": 4}
@@ -32,7 +32,7 @@ def _store(
     D: tl.constexpr, P: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [tokens, tiles of heads]. LIMIT is 0 where rows are not quantised."""
+    """Grid: [tokens, tiles of heads]. LIMIT is 0 if rows are not quantised."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
@@ -46,10 +46,10 @@ def _store(
     k = tl.load(k_row[:, None] + column[None], mask=stored, other=0.0).to(tl.float32)
     v = tl.load(v_row[:, None] + column[None], mask=stored, other=0.0).to(tl.float32)
     if LIMIT > 0:
-        k_most, v_most = greatest(k), greatest(v)
-        k, v = elements(k, k_most, LIMIT), elements(v, v_most, LIMIT)
-        tl.store(scales, tl.div_rn(k_most, LIMIT * 1.0), mask=live)
-        tl.store(scales + scale_value, tl.div_rn(v_most, LIMIT * 1.0), mask=live)
+        k_max, v_max = max_abs(k), max_abs(v)
+        k, v = elements(k, k_max, LIMIT), elements(v, v_max, LIMIT)
+        tl.store(scales, tl.div_rn(k_max, LIMIT * 1.0), mask=live)
+        tl.store(scales + scale_value, tl.div_rn(v_max, LIMIT * 1.0), mask=live)
     element = kv_ptr.dtype.element_ty
     tl.store(place[:, None] + column[None], k.to(element), mask=stored)
     tl.store(place[:, None] + value_offset + column[None], v.to(element), mask=stored)
@@ -66,10 +66,10 @@ def store_kv(
 
     Args:
         k_THD: keys `[T, H, D]`; the inner axis has stride 1.
-        v_THD: values, likewise.
+        v_THD: values `[T, H, D]`, as keys.
         kv: one layer, `[N, 2, H, P, D]`, the inner axis of stride 1.
         scales: float32 `[N, 2, H, P]` of a quantised cache; else None.
-        slots_T: int64 `[T]`, all different, those that are skipped apart.
+        slots_T: int64 `[T]`, all different, except those that are skipped.
     """
     num_tokens, num_heads, head_dim = k_THD.shape
     num_blocks, _, _, block_size, _ = kv.shape

@@ -6,13 +6,13 @@ Shapes: T packed tokens, H heads, D head size, C segments; j runs over the segme
 Reference: `vlm_kernels.varlen_attention.varlen_attention_reference`; tiles are FlashAttention's
 (arXiv 2205.14135).
 
-Tiles: a program takes TILE_M queries of one segment and one head, and walks the segment's keys
-TILE_N at a time with a softmax that goes along. Where segments begin is known on the GPU alone, and
-is not asked for: there are `T // TILE_M + C` programs, enough for any segments. Tiles of segment c
-are numbered from `cu_c // TILE_M + c`, so each program finds its own by bisection; some have
-nothing to do, and end.
+Tiles: a program computes TILE_M queries of one segment and one head, and loops over the keys of
+the segment, TILE_N at a time, with an online softmax. The edges of segments are only on the GPU,
+and the host does not read them: there are `T // TILE_M + C` programs, enough for any segments.
+Tiles of segment c are numbered from `cu_c // TILE_M + c`, so each program finds its segment by
+bisection. A program without a tile ends at once.
 
-Scores and sums are float32; weights are rounded to q's type before they multiply values.
+Scores and sums are float32. Weights are rounded to q's type before they multiply values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton.language as tl
 from vlm_kernels import gpu
 from vlm_kernels.gpu.attention_shapes import Heads, Shape, padded
 from vlm_kernels.gpu.configs import config
-from vlm_kernels.gpu.online_softmax import LOG2_E, weigh
+from vlm_kernels.gpu.functions import LOG2_E, add_scores
 
 DEFAULT = {"num_warps": 4, "num_stages": 3}
 
@@ -38,14 +38,14 @@ def _attend(
     """Grid: [tiles, heads]."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
-    # the segment lies in [segment, behind); what a loop carries keeps its type, here `tile`'s
-    segment, behind = tile * 0, tile * 0 + num_segments
-    while behind - segment > 1:
-        middle = (segment + behind) // 2
+    # bisect [segment, limit); a variable of a loop must keep its type, here that of `tile`
+    segment, limit = tile * 0, tile * 0 + num_segments
+    while limit - segment > 1:
+        middle = (segment + limit) // 2
         begins = tl.load(cu_ptr + middle) // TILE_M + middle <= tile
         segment = tl.where(begins, middle, segment)
-        behind = tl.where(begins, behind, middle)
-    # edges of a wrong tensor lie anywhere: what is read lies in [0, num_tokens)
+        limit = tl.where(begins, limit, middle)
+    # clamp: edges of an invalid tensor must not lead to reads outside of [0, num_tokens)
     start = tl.maximum(tl.load(cu_ptr + segment), 0)
     end = tl.minimum(tl.load(cu_ptr + segment + 1), num_tokens)
     row = start + (tile - start // TILE_M - segment) * TILE_M + tl.arange(0, TILE_M)
@@ -60,7 +60,8 @@ def _attend(
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
-    begin = tl.where(tl.max(live.to(tl.int32), 0) > 0, start, end)  # a tile without rows ends here
+    # a tile without rows has no loop
+    begin = tl.where(tl.max(live.to(tl.int32), 0) > 0, start, end)
     for at in range(begin, end, TILE_N):
         key = (at + tl.arange(0, TILE_N)).to(tl.int64)
         seen = key < end
@@ -69,7 +70,7 @@ def _attend(
         k = tl.load(k_here, mask=filled, other=0.0)  # [TILE_N, TILE_D]
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
         x = tl.where(seen[None], x, float("-inf"))
-        weight, shrink, top, total = weigh(x, top, total)
+        weight, shrink, top, total = add_scores(x, top, total)
         v_here = v_ptr + key[:, None] * v_token + head * v_head + column[None]
         v = tl.load(v_here, mask=filled, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(weight.to(q.dtype), v, input_precision="ieee")
@@ -91,7 +92,7 @@ def varlen_attention(
     Args:
         q_THD: `[T, H, D]`; inner axes have stride 1, here and below.
         k_THD: of the same shape.
-        v_THD: likewise.
+        v_THD: of the same shape.
         cu_C1: int32 `[C + 1]` on the device, rising from 0 to T; an empty segment is allowed.
         scale: of scores.
 
@@ -109,7 +110,7 @@ def varlen_attention(
     fitting = {"TILE_M": fits.rows, "TILE_N": fits.keys}
     chosen = config("varlen_attention", f"d{head_dim}", q_THD.device, {**DEFAULT, **fitting})
     if heads.shared_bytes(Shape(chosen["TILE_M"], chosen["TILE_N"])) > shared:
-        chosen = {**chosen, **fitting}  # it was tuned for another type
+        chosen = {**chosen, **fitting}  # the configuration is for another type
     tiles = num_tokens // chosen["TILE_M"] + num_segments
     _attend[tiles, num_heads](
         q_THD, k_THD, v_THD, o_THD, cu_C1, scale, num_segments, num_tokens,

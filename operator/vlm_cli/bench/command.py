@@ -132,11 +132,8 @@ async def run(options: Options, load: Load, *, output: Format) -> None:
             "raise --rate or --duration, or take another --seed",
         )
     async with open_target(options) as target:
-        log = notes()
-        if target.note:
-            log.print(f"warning: {target.note}", markup=False, style="yellow")
         sent = f"{len(arrivals)} requests in {load.duration:g} s to {target.url}"
-        log.print(f"{sent}; --seed={load.seed} repeats them", style="dim")
+        notes().print(f"{sent}; --seed={load.seed} repeats them", style="dim")
         start = time.perf_counter()
         results = await _run(target, load, arrivals, files)
         elapsed = time.perf_counter() - start

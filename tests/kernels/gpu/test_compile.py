@@ -18,10 +18,8 @@ ADA, AMPERE, HOPPER = 89, 80, 90
 HELPERS = {
     "attention_shapes",
     "attention_step",
-    "attention_tiles",
     "configs",
-    "online_softmax",
-    "quantise",
+    "functions",
 }
 
 

@@ -14,7 +14,7 @@ from kernels.rounding import assert_attended
 
 from vlm_kernels import gpu, paged_attention, plan_attention
 from vlm_kernels.attention_plan import AttentionPlan
-from vlm_kernels.gpu import attention_step, attention_tiles
+from vlm_kernels.gpu import attention_step
 from vlm_kernels.gpu import paged_attention as launcher
 from vlm_kernels.gpu.attention_shapes import SIZES
 from vlm_kernels.tiled_attention import check_blocks, plan_captured
@@ -58,7 +58,7 @@ def splits_of(batch: Batch, device: torch.device) -> list[int]:
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """As on a GPU of so many processors; short sequences have several parts of TILE_N positions."""
     monkeypatch.setattr(gpu, "num_processors", lambda device: request.param)
-    monkeypatch.setattr(attention_tiles, "MIN_SPLIT", 8)
+    monkeypatch.setattr(attention_step, "MIN_SPLIT", 8)
     monkeypatch.setitem(launcher.DEFAULT, "TILE_N", 16)
     return int(request.param)
 
@@ -251,9 +251,9 @@ class TestTiles:
     ) -> None:
         context, queries = np.array(lens, np.int32).T
         query_start = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-        first, limit = attention_tiles.intervals(query_start, context, window=window)
+        first, limit = attention_step.intervals(query_start, context, window=window)
         assert (first < limit).all()
-        found = attention_tiles.launches(
+        found = attention_step.launches(
             query_start, first, limit, num_groups=num_groups, prefill_rows=prefill_rows
         )
         covered = np.zeros(query_start[-1], np.int32)
@@ -271,10 +271,10 @@ class TestTiles:
     def test_a_short_batch_is_split_and_a_full_one_is_not(
         self, programs: int, longest: int, processors: int
     ) -> None:
-        splits = attention_tiles.num_splits(programs, longest, num_processors=processors)
+        splits = attention_step.num_splits(programs, longest, num_processors=processors)
         assert splits & (splits - 1) == 0
         assert splits == 1 or splits * programs <= 2 * processors
-        assert splits == 1 or longest // splits >= attention_tiles.MIN_SPLIT
+        assert splits == 1 or longest // splits >= attention_step.MIN_SPLIT
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from vlm_kernels import add_rms_norm, rms_norm, silu_mul
-from vlm_kernels.add_rms_norm import add_rms_norm_reference
-from vlm_kernels.rms_norm import rms_norm_reference
+from vlm_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from vlm_kernels.silu_mul import silu_mul_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -107,7 +107,7 @@ async def test_a_record_that_comes_out_differently_is_said_where_it_does(
     value["outcome"]["decisions"]["decode"]["to"] = 7
     log = tmp_path / "changed.log"
     log.write_text(json.dumps(value))
-    with pytest.raises(CliError, match=r"line 1 of .*changed.log comes out differently"):
+    with pytest.raises(CliError, match=r"line 1 of .*changed.log has a different result"):
         await replay_file(log, last=False)
     assert "differs in outcome.decisions.decode.to: recorded 7, now 2" in capsys.readouterr().out
 

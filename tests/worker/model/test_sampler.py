@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from vlm_kernels.sampling import uniform, weigh
 from vlm_kernels.sampling_edits import edit_logits
-from vlm_kernels.sampling_reference import uniform, weigh
 from vlm_worker.core.step_values import (
     NOT_FINITE,
     EditedRow,
