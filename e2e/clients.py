@@ -74,7 +74,7 @@ class Clients:
 
     @contextlib.asynccontextmanager
     async def asking(self, *, num_long: int) -> AsyncIterator[None]:
-        """Ask for short answers one by one, and for so many long ones at a time.
+        """Ask for short answers one by one, and for several long ones at once.
 
         Leaving waits for every answer that has begun.
         """

@@ -1,4 +1,4 @@
-"""How pods end, as it happens: when each was told to take no more, and when it was deleted."""
+"""Watches how pods end: when each stops accepting requests, and when it is deleted."""
 
 from __future__ import annotations
 

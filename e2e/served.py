@@ -92,7 +92,7 @@ class Served:
         return await self.api.get(self.path(names.PLURAL_SERVICE, self.name, group=group))
 
     async def ready(self, *, seconds: float = START_SECONDS) -> Object:
-        """The service once its status is of this generation, says Ready, and no pod is leaving."""
+        """The service when this generation is Ready, and no pod is being deleted."""
 
         async def seen() -> Object | None:
             service = await self.service()
@@ -170,7 +170,7 @@ class Served:
         pod: Object | None = None,
         told: Callable[[int], Awaitable[None]] | None = None,
     ) -> str:
-        """The same as it streams; `told` is called after each piece with their number so far."""
+        """The same as a stream; `told` is called after each part with the number of parts."""
         pieces: list[str] = []
         async with self.client(pod) as client:
             asked = body(self.name, max_tokens)

@@ -202,7 +202,7 @@ async def _edit_arguments(served: Served, path: str) -> None:
 
 
 async def _is_as(served: Served, path: str, before: Object) -> bool:
-    """Whether the object has again what it had; a deleted one under another uid."""
+    """Whether the object has its earlier content again; a deleted one has another uid."""
     try:
         now = await served.api.get(path)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""A machine that lacks something: the demo says what, and what to do, before anything starts."""
+"""A machine lacks something: the demo reports it with a remedy, before anything starts."""
 
 import os
 import shutil

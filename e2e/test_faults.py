@@ -83,7 +83,7 @@ async def _both_serve(served: Served) -> None:
 
 
 async def _kill_one_of_two(served: Served, expected: str) -> None:
-    """Each stream has begun when one of the two pods dies; the other takes over what it had."""
+    """Each stream has begun when one of the two pods ends; the other continues its streams."""
     async with _streams(served) as streams:
         pods = await served.pods(Role.DECODE)
         before = {pod["metadata"]["name"]: await stats_of(pod) for pod in pods}
@@ -121,7 +121,7 @@ async def _each_is_used(served: Served) -> None:
 
 
 async def _scale_down(served: Served, expected: str) -> None:
-    """The pod that goes stops accepting first, ends what it has, and only then is deleted."""
+    """A removed pod first stops accepting, then ends its requests, and only then is deleted."""
     pods = names_of(await served.pods(Role.DECODE))
     await _each_is_used(served)
     async with watched(served) as ends, _streams(served) as streams:
@@ -182,7 +182,7 @@ class _streams:  # noqa: N801 - used as a function
         return self._tasks
 
     async def _num_tokens(self) -> int:
-        """What the decode pods have generated: our own client may lag behind them."""
+        """The number of tokens that the decode pods have generated: our client may be later."""
         stats = [await stats_of(pod) for pod in await self._served.pods(Role.DECODE)]
         return sum(one["counters"]["output_tokens"] for one in stats)
 
@@ -223,7 +223,7 @@ async def _outcome(served: Served) -> Any:
 
 
 def _is_well_formed(outcome: Any) -> bool:
-    """An error of OpenAI's shape that says that it is ours and not the caller's."""
+    """An error in OpenAI's form that blames the server, not the caller."""
     return (
         isinstance(outcome, openai.InternalServerError)
         and isinstance(outcome.body, dict)

@@ -1,4 +1,4 @@
-"""The README's commands, typed as they stand there; `make test` alone is left out."""
+"""The commands of the README, as a user types them, except `make test`."""
 
 import asyncio
 import contextlib
@@ -112,7 +112,7 @@ async def test_a_model_is_served_without_kubernetes_and_the_shown_client_asks_it
 
 
 def _until_ready(url: str) -> None:
-    """Ask until the server says that it is ready; the test's own timeout bounds it."""
+    """Ask until the server is ready; the timeout of the test limits it."""
     while True:
         with (
             contextlib.suppress(urllib.error.HTTPError),

@@ -73,7 +73,7 @@ async def test_a_topology_answers_and_ends_clean_with_an_answer_in_flight(
 
 
 def _soon_drained(manifest: Object) -> Object:
-    """The same service, its pods told to be gone soon."""
+    """The same service with a short grace for its pods."""
     spec = manifest["spec"]
     for part in (*spec["pools"].values(), spec.setdefault("gateway", {})):
         part["drain"] = {"timeoutSeconds": DRAIN_SECONDS}
@@ -81,7 +81,7 @@ def _soon_drained(manifest: Object) -> Object:
 
 
 async def _delete_with_an_answer_in_flight(served: Served, deletion: str, expected: str) -> None:
-    """Two clients ask by turns until the gateway is told to end: one is being answered then."""
+    """Two clients ask by turns until the gateway gets SIGTERM: one request is then in flight."""
     command = {
         "namespace": ("namespace", served.namespace, "--wait=false"),
         "foreground": ("vlm", served.name, "--cascade=foreground"),
@@ -139,7 +139,7 @@ async def _ask_until(
 
 
 async def _is_leaving(served: Served) -> bool:
-    """Whether the gateway of the service has been told to end."""
+    """Whether the gateway of the service is being deleted."""
     gateways = await served.pods(Role.GATEWAY, leaving=True)
     return all("deletionTimestamp" in pod["metadata"] for pod in gateways)  # or is gone
 

@@ -109,7 +109,7 @@ class Builder:
         return image
 
     def _built(self, role: str) -> Path:
-        """A file that says that the image is built, and of which code."""
+        """A file that records that the image is built, and from which code."""
         return self.folder / f"built-{role}-{_full_key(role)}"
 
     def _bud(self, file: Path, image: str, context: Path | str) -> None:

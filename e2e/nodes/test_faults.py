@@ -1,4 +1,4 @@
-"""Streams on real nodes go on if one of two decode pods dies, or the node of both is drained."""
+"""Streams on real nodes continue if one of two decode pods ends, or the node of both is drained."""
 
 import asyncio
 import time

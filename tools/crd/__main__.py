@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def render(manifest: dict[str, object]) -> str:
-    """Write one manifest as YAML, under a line that says where it comes from."""
+    """Write one manifest as YAML, after a line that names its source."""
     return HEADER + yaml.safe_dump(manifest, sort_keys=False, width=110, allow_unicode=True)
 
 

@@ -77,7 +77,7 @@ def all_rules() -> list[PlacedRule]:
 
 
 def _rules_of(model: Any, path: str) -> Iterator[tuple[str, Rule]]:
-    """Walk a type and all it is made of."""
+    """Yield the rows of a type and of its fields."""
     if isinstance(model, Rules):
         yield path, model.rule
     if isinstance(model, type) and issubclass(model, Model):

@@ -1,4 +1,4 @@
-"""Two real HTTP servers: an OpenAI API with SSE, and as much of an API server as `vlm` asks."""
+"""Two real HTTP servers: an OpenAI API with SSE, and the part of an API server that `vlm` uses."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ STAGES = {"gateway": 2.0, "media": 5.5, "encode": 12.5, "prefill": 20.0}
 
 @dataclasses.dataclass
 class OpenAi:
-    """A gateway as its clients see it. Tests set what it does next and read what it was sent."""
+    """A gateway as its clients see it. Tests set its next answer and read the requests."""
 
     url: str = ""
     pieces: tuple[str, ...] = ("a red", " circle")
@@ -212,7 +212,7 @@ VLM = "/apis/triptych.dev/v1alpha1"
 
 @pytest.fixture
 def add_service(api: ApiServer) -> Callable[..., dict[str, Any]]:
-    """Adds a VLMService to the API server, ready unless told otherwise."""
+    """Adds a VLMService to the API server, by default a ready one."""
 
     def add(
         name: str = "demo",

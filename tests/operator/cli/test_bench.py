@@ -1,4 +1,4 @@
-"""`vlm bench`: open loop, exact accounting, figures that can be checked by hand."""
+"""`vlm bench`: open loop, exact counts, results that can be checked by hand."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def load(**changes: Any) -> Load:
 
 async def report(openai: Any, capsys: pytest.CaptureFixture[str], **changes: Any) -> dict[str, Any]:
     options = Options(None, openai.url, None, None, None, None)
-    with contextlib.suppress(CliError):  # that no request was answered; the report says it, too
+    with contextlib.suppress(CliError):  # no request was answered; the report has that, too
         await run(options, load(**changes), output=Format.JSON)
     return dict(json.loads(capsys.readouterr().out))
 

@@ -1,4 +1,4 @@
-"""`vlm chat` against real servers: through the API server's port-forward, and straight."""
+"""`vlm chat` against real servers: through the API server's port-forward, and directly."""
 
 import base64
 import json

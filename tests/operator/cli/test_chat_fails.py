@@ -1,4 +1,4 @@
-"""`vlm chat` where it cannot answer: each failure names what is wrong and what to do."""
+"""`vlm chat` without an answer: each failure names the problem and a remedy."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The command lines themselves, as processes: arguments, exit codes, what goes where."""
+"""The command lines as processes: arguments, exit codes, standard output and error."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The local port leads to a ready pod for as long as there is one."""
+"""The local port forwards to a ready pod while there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vlm status`: what a person and a machine read of a service."""
+"""`vlm status`: a service as tables and as data."""
 
 import datetime
 import io

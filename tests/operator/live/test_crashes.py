@@ -1,4 +1,4 @@
-"""A process that dies at a write, against the real API server: the next one finishes.
+"""A process ends at a write to the real API server: the next one finishes its work.
 
 Pods have no node here and never serve; test_deaths.py has the same operations over a fake cluster
 whose pods do, from every state that a death could leave.
@@ -91,7 +91,7 @@ class Story:
             await self._turn(self.cluster)  # it has begun, and from here on it is late
 
     async def die(self, *, at: int, committed: bool) -> bool:
-        """Be a process until write `at`; tells whether it came."""
+        """Run as a process until write `at`; return whether there was such a write."""
         dying = DyingCluster(self.cluster, at=at, committed=committed)
         with contextlib.suppress(Died):
             await self._work(dying)

@@ -1,4 +1,4 @@
-"""`vlm doctor` against a real API server: what it reads, what it may ask, what it says."""
+"""`vlm doctor` against a real API server: its reads, its rights and its findings."""
 
 from __future__ import annotations
 

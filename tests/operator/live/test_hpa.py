@@ -56,7 +56,7 @@ class Metrics:
         self.port = self._server.server_address[1]
 
     def answer(self, path: str) -> dict[str, Any] | None:
-        """What stands at a path of the API, None where nothing does."""
+        """The object at a path of the API; None if there is none."""
         base = f"/apis/{GROUP}/{VERSION}"
         if path == base:
             resource = {"name": "waiting", "namespaced": True, "kind": "ExternalMetricValueList"}

@@ -1,4 +1,4 @@
-"""Operators that are killed, stand still or lose their lease, at a real API server."""
+"""Operators are killed, stopped, or lose their Lease, with a real API server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rest(operator: Supervised, proxy: ProxyThread) -> None:
     """Wait until a second passes without a write."""
     while True:
         before = writes_seen(proxy)
-        time.sleep(1.0)  # noqa: TID251  nothing tells that nothing comes
+        time.sleep(1.0)  # noqa: TID251  no event shows that there is no event
         if writes_seen(proxy) == before:
             return
 
@@ -105,7 +105,7 @@ def undisturbed(operator: Supervised, proxy: ProxyThread) -> Callable[[str], str
 
 
 def kill(operator: Supervised, proxy: ProxyThread, named: str, *, after: int, wanted: str) -> None:
-    """Kill the process after so many writes of an operation, and let the next one finish it."""
+    """Kill the process after some writes of an operation, and let the next process finish it."""
     operation = OPERATIONS[named]
     name = begun(operator, proxy, operation)
     before = writes_seen(proxy)
@@ -150,7 +150,7 @@ def successor(
     """Another operator, with a service at rest before it starts."""
     apply(operator, name)
     operator.until(lambda: finished(operator, name), seconds=5)
-    install(control_plane, folder)  # past the proxy, which so tells them apart
+    install(control_plane, folder)  # without the proxy: it has only the operator's writes
     return Live(
         control_plane, folder, f"--namespace={operator.namespace}", "--identity=other",
         f"--lease-seconds={LEASE_SECONDS}",

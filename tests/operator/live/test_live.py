@@ -52,7 +52,7 @@ def test_an_update_makes_another_revision_beside_the_old_one(live: Live):
         lambda: live.condition("update", "RolloutProgressing").get("status") == "True", seconds=2
     )
     message = live.condition("update", "RolloutProgressing")["message"]
-    # the scheduler may not have said yet that there is no node
+    # the scheduler may not have reported yet that there is no node
     assert "not ready yet" in message or "no nodes available" in message
 
 
@@ -227,7 +227,7 @@ def test_a_killed_operator_resumes_the_drain_of_a_deleted_service(live: Live, le
     left_over = live.items("deployments", name)
     kept = {item["metadata"]["labels"]["triptych.dev/role"] for item in left_over}
     assert kept == {"encoder", "decode"}
-    _let_go(live, gateway)
+    _end_pod(live, gateway)
     live.until(
         lambda: live.kubectl("-n", "live", "get", "vlm", name, "--ignore-not-found") == "",
         seconds=5,
@@ -248,7 +248,7 @@ def _hold(live: Live, pod: str) -> None:
     live.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
 
 
-def _let_go(live: Live, pod: str) -> None:
-    """End it, as its kubelet would."""
+def _end_pod(live: Live, pod: str) -> None:
+    """End the pod, as its kubelet does."""
     live.kubectl("-n", "live", "delete", "pod", pod, "--force", "--grace-period=0")
     live.kubectl("delete", "node", NOBODY)

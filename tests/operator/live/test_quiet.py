@@ -1,6 +1,6 @@
 """Who has nothing to do writes nothing: idle services, the same manifest again, what was put right.
 
-Of all services of the module: what one test leaves behind has nothing to do either.
+This holds for all services of the module, also those of earlier tests.
 """
 
 import json
@@ -13,7 +13,7 @@ from support.world import body, external, pool
 
 pytestmark = pytest.mark.cluster
 
-TICK_SECONDS = 5.0  # by which each service has had a turn, though nothing happens
+TICK_SECONDS = 5.0  # in which each service has a turn without an event
 AUTO = {"scaling": {"mode": "Auto", "minReplicas": 1, "maxReplicas": 4}}
 
 
@@ -37,7 +37,7 @@ def test_an_idle_operator_writes_nothing(live: Live, rounds: int):
 def test_a_vlmpool_that_was_deleted_is_back_with_its_status(live: Live):
     apply(live, "righted", pool(2), pods=3)
     settled(live)
-    # whether the watch tells of a write before its answer comes is chance: more than one try
+    # the watch event of a write may arrive before its answer: try more than once
     for _ in range(4):
         before = live.get("vlmp", "righted-decode")
         live.kubectl("-n", "live", "delete", "vlmp", "righted-decode")
@@ -75,7 +75,7 @@ def settled(live: Live) -> None:
 
 
 def writes_nothing(live: Live, *, rounds: int = 1) -> None:
-    """Not even once each service has had so many turns."""
+    """There is no write during several turns of each service."""
     before = live.writes()
     for _ in range(rounds):
         let_turns_pass(live)
@@ -85,7 +85,7 @@ def writes_nothing(live: Live, *, rounds: int = 1) -> None:
 def let_turns_pass(live: Live) -> None:
     """Wait until each service has had a turn.
 
-    All have one as often: if there were two for each in the mean, each has had one at least.
+    All have the same interval: after a mean of two turns, each service has had one.
     """
     # in this operator's namespace: other modules leave services in theirs
     services = json.loads(live.kubectl("-n", "live", "get", "vlm", "-o", "json"))["items"]

@@ -43,7 +43,7 @@ async def test_a_rollout_is_shown_by_revision_with_what_it_waits_for(
     live.apply(manifest("Float32"))
     live.until(lambda: len(live.items("deployments", "shown")) == 3, seconds=5)
     live.until(
-        # what the rollout says in the end: the reasons Starting and Progressing come before
+        # the last reason of the rollout, after Starting and Progressing
         lambda: live.condition("shown", "RolloutProgressing").get("reason") == "NoSpareCapacity",
         seconds=5,
     )

@@ -45,7 +45,7 @@ def test_it_leads_and_looks_after_services(
     try:
         manifest = body(name="one", encoder=pool(), decode=pool())
         operator.apply({**manifest, "metadata": {"name": "one", "namespace": namespace}})
-        # only kopf tells the operator of a new service
+        # only kopf notifies the operator of a new service
         operator.until(lambda: operator.items("deploy", "one", namespace), seconds=20)
     finally:
         status = operator.stop()

@@ -23,7 +23,7 @@ POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podI
 
 
 def pod(name: str, program: str, **more: Any) -> Object:
-    """A pod with one container that runs a Python program; `more` goes into the container."""
+    """A pod with one container that runs a Python program; `more` are fields of the container."""
     spec = more.pop("spec", {})
     container = {"name": "main", "image": "python:3", "args": ["-u", "-c", program], **more}
     return {

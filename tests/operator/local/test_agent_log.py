@@ -1,4 +1,4 @@
-"""The agent's own log says why, not only what."""
+"""The log of the agent has the reasons of events."""
 
 import logging
 import sys

@@ -7,7 +7,7 @@ from vlm_local.errors import LocalError
 
 
 class Kubectl:
-    """Fails so many times; counts."""
+    """Fails a number of times; counts its calls."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures

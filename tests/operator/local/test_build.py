@@ -1,4 +1,4 @@
-"""Binaries are found, built once and whole; what is missing is said with what to do."""
+"""Binaries are found, or built once and completely; a missing tool is reported with a remedy."""
 
 import json
 import stat
@@ -13,7 +13,7 @@ from vlm_local import build
 from vlm_local.errors import BuildError, ToolMissingError
 from vlm_local.settings import LocalSettings
 
-# A `go` that behaves as far as we ask: a version, packages told on stderr, binaries in -o.
+# A replacement of `go`: it has a version, prints packages to stderr, and writes binaries to -o.
 GO = """#!/bin/sh
 if [ "$1" = env ]; then echo {version}; exit 0; fi
 echo "$*" >> {log}

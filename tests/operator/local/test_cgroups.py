@@ -1,4 +1,4 @@
-"""Limits leave nothing behind, not even those of an agent that was killed."""
+"""No cgroup remains, not even of an agent that was killed."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A pod's volumes never hide the code that its image stands for."""
+"""The volumes of a pod never hide the code of its image."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a container runs is computed from its spec, without asking anybody."""
+"""The command and the environment of a container are computed from its spec alone."""
 
 import pytest
 from hypothesis import given
@@ -101,7 +101,7 @@ def test_a_missing_key_is_an_error_in_kubelets_words_unless_it_is_optional(
     assert environment(container(True), POD, FACTS, base={}, objects=objects) == {}
 
 
-def test_a_limit_is_told_in_units_of_its_divisor():
+def test_a_limit_is_in_units_of_its_divisor():
     reference = {"resource": "limits.memory", "divisor": "1Mi"}
     container = {
         "resources": {"limits": {"memory": "1Gi"}},

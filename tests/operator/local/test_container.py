@@ -1,4 +1,4 @@
-"""One container's life, whatever its runs come to."""
+"""One container from start to end, for each result of its runs."""
 
 import signal
 from typing import NoReturn
@@ -7,7 +7,7 @@ from vlm_local.agent.container import Backoff, CannotStartError, Container, Prep
 
 
 class Story:
-    """Runs of one container: the first meets a defect, the second is told to be the last."""
+    """Runs of one container: the first has an unexpected error, the second is the last."""
 
     def __init__(self) -> None:
         self.runs: list[int] = []

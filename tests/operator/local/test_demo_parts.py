@@ -1,4 +1,4 @@
-"""What the demo says and decides, part by part."""
+"""The messages and the decisions of the demo."""
 
 import socket
 

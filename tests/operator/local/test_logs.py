@@ -1,4 +1,4 @@
-"""A container's log gives back what was printed, whatever its pieces were."""
+"""The log of a container has all that it printed, in any chunks."""
 
 import asyncio
 import itertools

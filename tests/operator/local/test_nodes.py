@@ -1,4 +1,4 @@
-"""Nodes offer what their type says; status-only nodes play pods without processes."""
+"""Nodes offer the resources of their type; status-only nodes have pods without processes."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A pod whose beginning meets a defect says so and goes on asking."""
+"""A pod that cannot start reports the reason and retries."""
 
 import asyncio
 from pathlib import Path

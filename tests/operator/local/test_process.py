@@ -8,7 +8,7 @@ import pytest
 from vlm_local.agent.logs import ContainerLog
 from vlm_local.agent.process import Process, ProcessSpec, StartFailedError
 
-AT_ONCE = 16  # so many starts that the agent comes late to most
+AT_ONCE = 16  # enough starts at once that most of them wait for the agent
 
 
 def spec(folder: Path, *argv: str) -> ProcessSpec:

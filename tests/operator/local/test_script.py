@@ -1,4 +1,4 @@
-"""A played pod says and does what it has to, though the API server is away for a moment."""
+"""A scripted pod writes its status and ends, even if the API server fails for a moment."""
 
 import asyncio
 from collections.abc import Mapping

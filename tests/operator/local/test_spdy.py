@@ -1,4 +1,4 @@
-"""SPDY frames: what a client sends is understood, nonsense ends the connection alone."""
+"""SPDY frames: valid ones are parsed, and an invalid one ends only its connection."""
 
 import asyncio
 import contextlib

@@ -98,7 +98,7 @@ async def test_a_pre_stop_hook_runs_before_sigterm(pods: Pods):
     state = Path(f"/proc/{pid(running)}/root/state")
     await pods.delete("p")
     await pods.until_logged("p", "hook True")
-    (state / "seen").touch()  # its log goes with it
+    (state / "seen").touch()  # the log is deleted with the pod
     await pods.until_gone("p")
 
 

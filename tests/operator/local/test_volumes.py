@@ -1,4 +1,4 @@
-"""Volumes are where their mount paths say, change while a pod runs, and stay apart."""
+"""Volumes are at their mount paths, change while a pod runs, and are separate."""
 
 import asyncio
 import json

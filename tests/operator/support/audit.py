@@ -1,6 +1,6 @@
 """What an operator process did, seen from outside: audit log, its own metrics, /proc.
 
-There is one clock, the API server's: every time comes from its audit log.
+There is one clock, the API server's: all times are from its audit log.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def moment(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Meters:
-    """What the operator says of itself at one moment.
+    """The operator's own metrics at one moment.
 
     Attributes:
         turns: of all loops, so far.

@@ -97,7 +97,7 @@ def ready(uid: str, *, variant: str = "plain", created: float = NOW - 900) -> Po
 
 
 def cumulative(values: Sequence[float]) -> dict[float, int]:
-    """Buckets of so many sizes."""
+    """Buckets with these sizes."""
     return {bound: sum(value <= bound for value in values) for bound in BOUNDS}
 
 
@@ -261,7 +261,7 @@ class Service:
 
 
 def busy(service: Service, role: Role, rate: float) -> None:
-    """Let every pod of a role admit so many work seconds a second."""
+    """Let every pod of a role admit this many work seconds per second."""
     for pod in service.of(role):
         pod.rate = rate
 

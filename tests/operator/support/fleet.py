@@ -1,6 +1,6 @@
 """A service's Deployments in memory, moved by hand: what a rollout steers, without a cluster.
 
-Pods start when told to, fall ill and recover, drain when told to; a plan may be cut off half-way.
+A test starts, breaks, repairs and drains pods, and may interrupt a plan half-way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An operator process on a real control plane, and what tests ask of both."""
+"""An operator process on a real control plane, and the calls of tests to both."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _DIGEST = re.compile(r"(NAME-(?:encoder|prefill|decode)-[a-z0-9-]*?)-[0-9a-f]{8}
 class Live:
     """One operator process and the cluster that it works on.
 
-    `options` are more of its command line: the namespaces that it looks after, for one. `program`
-    is what starts it.
+    `options` are additional flags, such as the namespaces that it watches. `program` starts it.
     """
 
     def __init__(
@@ -59,25 +58,24 @@ class Live:
         self.until(lambda: file.read_bytes().count(b'"leading"') > led, seconds=30)
 
     def stop(self) -> int:
-        """Tell the process to end; returns its status."""
+        """Send SIGTERM to the process; return its exit status."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(timeout=15)
 
     def kill(self) -> None:
-        """End the process without a word."""
+        """Send SIGKILL to the process."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(timeout=15)
 
     @property
     def pid(self) -> int:
-        """The process's."""
         assert self._process is not None
         return self._process.pid
 
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
-        """Type a command as a user would; returns what it printed."""
+        """Run kubectl as a user would; return its output."""
         return self.plane.kubectl(*arguments, stdin=stdin, check=check).stdout
 
     def apply(self, manifest: dict[str, Any]) -> None:
@@ -85,7 +83,7 @@ class Live:
         self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
 
     def items(self, kinds: str, service: str, namespace: str = "live") -> list[dict[str, Any]]:
-        """Everything of these kinds that carries the service's label."""
+        """All objects of these kinds with the label of the service."""
         text = self.kubectl(
             "-n", namespace, "get", kinds, "-l", f"triptych.dev/service={service}", "-o", "json"
         )
@@ -109,8 +107,8 @@ class Live:
     ) -> float:
         """Wait until something holds; returns and prints how long it took.
 
-        A quiet machine needs `seconds`, a busy one gets `patience`, and at least three times as
-        long: how soon the operator answers is measured by `bench/operator_scale.py`.
+        An idle machine needs `seconds`. The timeout is `patience`, and at least three times
+        `seconds`: `bench/operator_scale.py` measures how fast the operator is.
         """
         took = _until(holds, seconds=max(patience, 3 * seconds))
         print(f"took {took:.2f} s of {seconds} s expected")
@@ -129,7 +127,7 @@ class Live:
         return int(sum(map(float, counts)))
 
     def writes(self) -> list[tuple[str, str, str]]:
-        """The operator's writes so far, its Lease apart: verb, resource, name."""
+        """The operator's writes so far, without those of its Lease: verb, resource, name."""
         return self.calls(*WRITES)
 
     def calls(self, *verbs: str) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""An operator behind a fault proxy, started again when it ends, as a kubelet would."""
+"""An operator that uses a fault proxy, and that is restarted when it ends, as by a kubelet."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _end_others() -> None:
 
 
 class Supervised(Live):
-    """An operator process that is started again whenever it ends.
+    """An operator process that is restarted each time it ends.
 
     Attributes:
         exits: the statuses with which it ended so far.
@@ -124,7 +124,7 @@ def apply(operator: Supervised, name: str, *, decode: int = 1) -> None:
 
 
 def finished(operator: Supervised, name: str) -> bool:
-    """Whether the operator has said of the manifest's latest form what keeps it."""
+    """Whether the status has the cause for the latest generation of the manifest."""
     found = operator.get("vlm", name, operator.namespace)
     status = found.get("status", {})
     return bool(status.get("observedGeneration") == found["metadata"]["generation"])

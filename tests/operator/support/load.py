@@ -87,7 +87,7 @@ def replicas(world: World, role: str = "decode") -> int:
 
 
 def said(world: World, role: str = "decode") -> dict[str, Any]:
-    """What the status says of one pool."""
+    """The status of one pool."""
     found: dict[str, Any] = world.status["pools"][role]
     return found
 

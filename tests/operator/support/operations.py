@@ -1,4 +1,4 @@
-"""What is asked of an operator that dies meanwhile, over a fake cluster and over a real one."""
+"""Operations during which an operator is killed, on a fake cluster and on a real one."""
 
 from __future__ import annotations
 

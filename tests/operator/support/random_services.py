@@ -11,7 +11,7 @@ from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, ZeroPolicy
 from vlm_operator.names import POOL_ROLES, Role
 
-OURS = names.MANAGER_AUTOSCALER  # a number that others wrote is followed, whatever pods say
+OURS = names.MANAGER_AUTOSCALER  # a number of another writer has precedence over all signals
 # Windows of a minute, so that a few hundred ticks see every rule at work.
 QUICK = Constants(
     exhausted_seconds=60, missing_seconds=30,

@@ -1,4 +1,4 @@
-"""What pods and gateways say of a made-up service: load that wanders, silence, and nonsense."""
+"""Samples of pods and gateways of a generated service: changing load, silence, invalid numbers."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ STAGES = (("prefill_queue", 1.0), ("decode_reserve", 0.5), ("prefill", 0.3), ("e
 
 
 class Reports:
-    """Counters that grow, of pods that restart, fall silent for ticks on end, or say nonsense.
+    """Counters of pods that restart, do not answer for some ticks, or report invalid numbers.
 
     Attributes:
-        strange: uids whose answer at this tick has a number that cannot be.
+        strange: uids whose answer at this tick has an invalid number.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -32,7 +32,7 @@ class Reports:
         self.strange: set[str] = set()
 
     def on(self, view: View) -> View:
-        """The same view, with something in its samples."""
+        """Return the view with other samples."""
         rng = self.random
         if rng.random() < 0.05:
             self.level = rng.choice([0.0, 0.2, 1.0, 3.0])

@@ -189,7 +189,7 @@ class RunningServices:
         return await self._patch(f"{SERVICES}/{name}", patch)
 
     async def _disturb(self, name: str, turn: int) -> str:
-        """Change a child behind the operator's back."""
+        """Change a child without the operator."""
         path = f"/api/v1/namespaces/{NAMESPACE}/services/{name}-gateway"
         patch = {"spec": {"ports": [{"name": "http", "port": 81 + turn}]}}
         return await self._patch(path, patch)

@@ -13,14 +13,14 @@ from vlm_operator.names import Role
 
 
 class Still:
-    """Leaves every pool as it is."""
+    """Changes no pool."""
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         return {}
 
 
 class Restless:
-    """Asks for random numbers at every tick."""
+    """Chooses random replica counts at every tick."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
         self._setup, self._rng = setup, random.Random(seed)
@@ -50,7 +50,7 @@ def with_budget(setup: Setup, accelerators: int) -> Setup:
 
 
 def one_of_each(**hardware) -> Setup:
-    """Three pools of one pod, whose hardware is as told."""
+    """Three pools of one pod, with this hardware."""
     setup = standard()
     return dataclasses.replace(
         setup,
@@ -61,7 +61,7 @@ def one_of_each(**hardware) -> Setup:
 
 
 def quick_start(setup: Setup, seconds: float) -> Setup:
-    """The same, with pods that are ready after so many seconds."""
+    """The same, with pods that are ready after `seconds`."""
     kinds = {
         role: {
             item.name: NodeType(startup_seconds=seconds, startup_spread=0.0)

@@ -139,7 +139,7 @@ class World:
         self.pods.append(pod)
 
     def crash(self, pod: Pod, *, down: float):
-        """A ready pod's process ends, or its node goes silent, for that long."""
+        """The process of a ready pod ends, or its node is lost, for that time."""
         assert pod.phase == "ready"
         pod.phase, pod.unready_since, pod.back_at = "starting", self.now, self.now + down
 
@@ -169,7 +169,7 @@ class World:
         return View(self.now, pools, samples)
 
     def tick(self, needs, *, fresh=True, missing=0.0, attributions=(), itl=None, seconds=TICK):
-        """One turn of the operator, then the cluster's time goes on."""
+        """One turn of the operator; then the time of the cluster advances."""
         view = self.seen = self.view()
         self.estimate = estimate = Estimate(
             attributions=tuple(attributions),

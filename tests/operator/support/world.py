@@ -32,7 +32,7 @@ MANUAL = {"mode": "Manual", "replicas": 1}
 
 
 def body(spec: dict[str, Any] | None = None, *, name: str = "demo", **pools: Any) -> Manifest:
-    """A VLMService as a user applies it: three pools of one replica, unless said otherwise."""
+    """A VLMService as a user applies it, by default with three pools of one replica."""
     found: dict[str, Any] = {
         "model": {"uri": "pvc://shapes"},
         "pools": pools or {role: {"scaling": dict(MANUAL)} for role in names.POOL_ROLES},
@@ -74,7 +74,7 @@ def pause(outcome: Outcome) -> float:
 
 
 class World:
-    """A fake cluster, a service in it, and the loop that looks after it."""
+    """A fake cluster, a service in it, and the loop that reconciles it."""
 
     def __init__(self, manifest: Manifest | None = None, **options: Any) -> None:
         self.cluster = FakeCluster()
@@ -252,7 +252,7 @@ def specs(draw: st.DrawFn) -> Manifest:
 
 
 def kstatus(service: Manifest) -> str:
-    """Return what kstatus says of a resource of a kind that it does not know.
+    """Return the status that kstatus computes for a resource of an unknown kind.
 
     The rules are those of sigs.k8s.io/cli-utils/pkg/kstatus.
     """

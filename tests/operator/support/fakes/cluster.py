@@ -1,4 +1,4 @@
-"""An API server in memory, as far as an operator can tell.
+"""An API server in memory, with the behaviour that an operator can observe.
 
 It has uids, resource versions and generations, field managers, status subresources, finalizers
 and garbage collection by owner; it refuses what the real one refuses of what we send. It has no

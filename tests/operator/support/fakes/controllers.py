@@ -1,4 +1,4 @@
-"""What controllers and kubelets would do, when a test says so; and pods that answer."""
+"""Controllers and kubelets that act when a test calls them; and pods that answer."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _count(cluster: FakeCluster, deployment: Manifest) -> None:
 
 
 def sample_of(pod: PodState, **changes: Any) -> Sample:
-    """Return what an idle worker's /stats says; `changes` replaces fields."""
+    """Return the /stats of an idle worker; `changes` replaces fields."""
     plain = Sample(
         pod_uid=pod.uid,
         boot_id="0" * 32,

@@ -1,4 +1,4 @@
-"""What a killed operator leaves behind: a cluster that dies at write k, and all of them at once.
+"""A cluster whose operator is killed at write k, for each k in turn.
 
 DyingCluster   dies before or after one write, over any cluster, a real one too
 Deaths         one run over a fake one that keeps every state in which a kill could have left it
@@ -18,7 +18,7 @@ class Died(BaseException):
 
 
 class WatchedWrites:
-    """A `Cluster` that tells `before` and `after` of each write, from number 0 on.
+    """A `Cluster` that calls `before` and `after` with the number of each write, from 0 on.
 
     A dry run is no write.
     """
@@ -89,7 +89,7 @@ class WatchedWrites:
 
 
 class DyingCluster(WatchedWrites):
-    """Counts writes and dies at one of them.
+    """Counts writes and ends the operator at one of them.
 
     Args:
         cluster: where writes go.

@@ -37,7 +37,7 @@ class HalfLine:
 
 @dataclasses.dataclass(frozen=True)
 class Silence:
-    """A watch stays open and says nothing any more, bookmarks included."""
+    """A watch stays open and sends nothing any more, not even bookmarks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Rule:
     passed: int = 0
 
     def meets(self, call: Call) -> bool:
-        """Count a call or event, and tell whether the fault is its."""
+        """Count a call or event; return whether it gets the fault."""
         if self.verb not in ("", call.verb) or self.plural not in ("", call.plural):
             return False
         if self.passed < self.skip:

@@ -71,7 +71,7 @@ class Fields:
         return found
 
     def apply(self, manifest: Mapping[str, Any], *, manager: str, subresource: str) -> bool:
-        """Apply with force; tells whether anything changed."""
+        """Apply with force; return whether anything changed."""
         before = dict(self.flat)
         wanted = flatten(manifest)
         owner = (manager, subresource)

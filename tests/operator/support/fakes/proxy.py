@@ -27,7 +27,7 @@ _CLOSE_SECONDS = 0.1  # for handlers to notice that their connections are gone
 
 
 class FaultProxy:
-    """Forwards everything but what its rules say; `async with` it. One event loop's.
+    """Forwards all calls except those of its rules; an async context manager of one event loop.
 
     Args:
         server: the API server's URL.

@@ -11,7 +11,7 @@ from vlm_operator.cluster import KINDS, Kind, Manifest, Page, WatchEvent, WatchE
 from vlm_operator.errors import ClusterError
 
 _PAGE = 3  # objects, so that lists have parts
-# What a watch of a label says of an object that carried it before, and carries it now.
+# The event of a watch of a label, by whether the object had the label before, and has it now.
 _SEEN = {
     (False, True): WatchEventType.ADDED,
     (True, True): WatchEventType.MODIFIED,
@@ -88,7 +88,7 @@ class WatchableCluster(FakeCluster):
         self._ends += 1
 
     def lose(self) -> None:
-        """Drop what open watches have not told yet."""
+        """Drop the events that open watches have not sent yet."""
         self._history = [None] * len(self._history)
 
     def remove(self, kind: Kind, namespace: str, name: str) -> None:
