@@ -89,7 +89,7 @@ def make_batch(
     spans: tuple[tuple[tuple[int, int], ...], ...] = (),
     seed: int = 0,
 ) -> Batch:
-    """`lens` are (context, queries) of each sequence; blocks lie scattered in the cache.
+    """`lens` are (context, queries) of each sequence; the blocks are scattered in the cache.
 
     `dtype` is the queries', and the cache's where `kv_dtype` is None.
     """
@@ -134,5 +134,5 @@ def poisoned_cache(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype) ->
 
 
 def poison(dtype: torch.dtype) -> float:
-    """What reads as NaN wherever it stands; four bytes of -1 are a scale that is."""
+    """The value that reads as NaN in each type; four bytes of -1 are a scale of NaN."""
     return -1 if dtype == torch.int8 else float("nan")

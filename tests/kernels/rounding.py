@@ -1,4 +1,4 @@
-"""How far an answer may lie from its definition in float32: derived, not tried out.
+"""How far a result may differ from its definition in float32: derived, not measured.
 
 u is the unit roundoff: 2^-8 of bfloat16, which has 8 significant bits, 2^-11 of float16, which has
 11. Sums are float32, so roundings to the narrow type are all that is lost:
@@ -37,7 +37,7 @@ def assert_attended(got: torch.Tensor, exact: torch.Tensor, weighed: torch.Tenso
 
 
 def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> None:
-    """No element lies farther from `exact` than its own bound."""
+    """No element differs from `exact` by more than its bound."""
     assert got.shape == exact.shape
     assert torch.isfinite(got).all(), "an element was not written, or unused memory was read"
     share = (got.double() - exact.double()).abs() / (bound.double() + 1e-9)
@@ -45,7 +45,7 @@ def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -
 
 
 def assert_near(got: torch.Tensor, exact: torch.Tensor, *, error: float) -> None:
-    """All elements together lie within a share of their norm."""
+    """The norm of all differences is below a share of the norm."""
     assert torch.isfinite(got).all(), "an element was not written, or unused memory was read"
     assert relative_error(got, exact) <= error
 

@@ -20,7 +20,7 @@ from vlm_kernels.cpu import libraries, native
 from vlm_kernels.decode_attention import DecodeRows, attend_decode, plan_decode
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
-"""bfloat16: one rounding of the answer; answers lie below 2 here."""
+"""bfloat16: one rounding of the result; results are below 2 here."""
 
 INT8_TOLERANCE = 1e-3
 """float32 queries, which are whole numbers of 16 bits where the CPU multiplies such."""

@@ -1,4 +1,4 @@
-"""The native library is built once for all; where it cannot be, that is said and torch computes."""
+"""The native library is built once; if that fails, a log line says why, and torch computes."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_an_image_has_the_variants_of_its_architecture(
     machine: str, names: list[str], sources: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "commands"
-    fake = tmp_path / "g++"  # makes the file that it is told to, and notes its options
+    fake = tmp_path / "g++"  # creates the requested file and records its options
     fake.write_text(
         f'#!/bin/sh\necho "$@" >> {log}\n'
         'while [ "$1" != -o ]; do shift; done\nprintf object > "$2"\n'

@@ -105,7 +105,7 @@ print("went on")
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small library whose kernels allocate too much when they are told to."""
+    """A small library whose kernels can allocate too much."""
     if not any(map(shutil.which, libraries.COMPILERS)):
         pytest.skip("no C++ compiler on this machine: there is nothing to build")
     root = tmp_path_factory.mktemp("failing")

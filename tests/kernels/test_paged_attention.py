@@ -1,4 +1,4 @@
-"""Paged attention is the textbook sum, whatever the batch and what lies in unused memory."""
+"""Paged attention equals the definition, for any batch and any content of unused memory."""
 
 from __future__ import annotations
 

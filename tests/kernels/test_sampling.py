@@ -46,7 +46,7 @@ class Edited:
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Greedy rows, unless told otherwise."""
+    """Greedy rows by default."""
 
     temperature: np.ndarray
     top_p: np.ndarray

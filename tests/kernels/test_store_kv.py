@@ -1,4 +1,4 @@
-"""Storing writes exactly the slots that it is told to."""
+"""Storing writes exactly the requested slots."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_an_image_is_computed_alike_beside_any_other() -> None:
 
 
 def test_a_layer_after_a_larger_one_gives_the_same() -> None:
-    """What lies in memory from before is nothing to the next."""
+    """Earlier content of memory does not change the next result."""
     small, large = Case(Form(), [20]), Case(Form(width=70, inner=90, int8=True), [70] * 3)
     first = small.together(2)
     large.together(2)

@@ -54,7 +54,7 @@ def _kernel_of(name: str, symbol: str, arguments: Any) -> Any:
 
 
 def library_of(name: str) -> ctypes.CDLL:
-    """The library of a variant, made as the environment of the tests says. Raises NativeError."""
+    """Build the library of a variant for the environment of the tests. Raises NativeError."""
     chosen = next(variant for variant in libraries.VARIANTS if variant.name == name)
     places = libraries.Places.of(os.environ)  # noqa: TID251  `make sanitize` sets CXXFLAGS
     return native.load(libraries.build(chosen, places))

@@ -79,7 +79,7 @@ def attend(
     kv_dtype: torch.dtype, num_processors: int, *,
     q_dtype: torch.dtype = BFLOAT16, head_dim: int = 128, num_groups: int = 7, block_size: int = 16,
 ) -> None:  # fmt: skip
-    """Decode and prefill, of Qwen2.5-VL-7B's heads where not told otherwise."""
+    """Decode and prefill, with the heads of Qwen2.5-VL-7B by default."""
     gpu.num_processors = lambda device: num_processors
     cache = attention_step.CacheShape(8, 4, block_size)
     shape = Heads(head_dim, q_dtype.itemsize).prefill_shape(limit=gpu.shared_memory_bytes(CPU))

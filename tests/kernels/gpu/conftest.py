@@ -1,6 +1,6 @@
 """The same tests on a GPU, and without one under Triton's interpreter on the CPU.
 
-Every output that a kernel's launcher allocates is poisoned, and lies between guards.
+Every output that a kernel's launcher allocates is poisoned, and is between guards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`new_empty` gives poisoned memory; what lies beside it is still poisoned after the test."""
+    """`new_empty` returns poisoned memory; after the test the memory around it still is."""
     fields: list[torch.Tensor] = []
     real = torch.Tensor.new_empty
 

@@ -13,7 +13,7 @@ LIMITS = (ADA, AMPERE, HOPPER)
 DIMS = (16, 32, 64, 72, 80, 96, 128, 160, 192, 256)
 LARGEST = Shape(64, 64)
 ALL = [Heads(dim, dtype.itemsize, copies) for dim in DIMS for dtype in FLOATS for copies in (1, 2)]
-# what Triton 3.7.1 says of shared memory for sm_89: rows, keys, head size, type, copies, bytes
+# the shared memory that Triton 3.7.1 reports for sm_89: rows, keys, head size, type, copies, bytes
 COMPILED = [
     (16, 64, 128, torch.bfloat16, 1, 39168),
     (64, 64, 128, torch.bfloat16, 1, 57600),
@@ -40,7 +40,7 @@ def test_a_tile_fits_and_a_larger_one_would_not(heads: Heads, limit: int) -> Non
     for larger in (Shape(2 * found.rows, SIZES[-1]), Shape(found.rows, 2 * found.keys)):
         if max(larger.rows, larger.keys) <= SIZES[0]:
             assert heads.shared_bytes(larger) > limit
-    for rows in (16, 32):  # of decode, with so many heads to a KV head
+    for rows in (16, 32):  # of decode, by heads per KV head
         assert heads.shared_bytes(heads.shape_of_rows(rows, limit=limit)) <= limit
 
 

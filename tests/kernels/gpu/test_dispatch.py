@@ -1,4 +1,4 @@
-"""Who computes is decided by where a tensor lives, and said once where it is slower."""
+"""The device of a tensor decides which code computes; a slower choice is logged once."""
 
 from __future__ import annotations
 

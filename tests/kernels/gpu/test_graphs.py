@@ -1,6 +1,6 @@
 """Steps of decode that are replayed answer as those that Python launches.
 
-On a GPU the graphs are CUDA's; elsewhere `recorded` stands for them.
+On a GPU the graphs are CUDA's; elsewhere `recorded` replaces them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def runner_of(model_dir: Path, device: torch.device) -> ModelRunner:
 
 
 def answers(runner: ModelRunner) -> tuple[list[list[int]], torch.Tensor]:
-    """Of all prompts together, one of them longer than the others; and the cache behind them."""
+    """The output for all prompts together, one of which is longer; and the cache after them."""
     stepper = Stepper(runner)
     questions = [Question("text", (), prompt, (), ()) for prompt in PROMPTS]
     asked = [stepper.start(q, (), max_tokens=MAX_TOKENS, embeddings=()) for q in questions]

@@ -1,4 +1,4 @@
-"""Images become patches, and visual tokens fewer, in Triton as their definitions say."""
+"""Patches of images and merged visual tokens in Triton equal their definitions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What torch's compiler is told of an operation is so, wherever the kernel's outputs lie.
+"""An operation keeps what it declares to torch's compiler, at any address of its outputs.
 
-Outputs lie between guards here (`conftest.guards`), so none begins at the start of its memory.
+Outputs are between guards here (`conftest.guards`), so none begins at the start of its memory.
 """
 
 from __future__ import annotations

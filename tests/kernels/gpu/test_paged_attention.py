@@ -56,7 +56,7 @@ def splits_of(batch: Batch, device: torch.device) -> list[int]:
 
 @pytest.fixture(params=[1, 1000], ids=["whole", "split"])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """As on a GPU of so many processors; short sequences have several parts of TILE_N positions."""
+    """As on a GPU with several processors; short sequences have several tiles of positions."""
     monkeypatch.setattr(gpu, "num_processors", lambda device: request.param)
     monkeypatch.setattr(attention_step, "MIN_SPLIT", 8)
     monkeypatch.setitem(launcher.DEFAULT, "TILE_N", 16)
@@ -124,7 +124,7 @@ def test_quantised_kv_reads_as_its_values(
 def test_split_as_often_a_sequence_is_the_same_among_others_as_alone(
     dtype: torch.dtype, num_splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How often is said for a whole launch: by its tiles, and by the longest of its sequences."""
+    """The number of splits is one per launch; its tiles and its longest sequence decide it."""
     monkeypatch.setattr(attention_step, "num_splits", lambda *args, **kwargs: num_splits)
     monkeypatch.setitem(launcher.DEFAULT, "TILE_N", 16)
     batch = make_batch(LONG, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The stand-in for CUDA graphs has their limits: Python runs once, at the capture."""
+"""The replacement of CUDA graphs has their limits: Python runs once, at the capture."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def heads(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """As a joint product gives them: tokens lie apart."""
+    """Strided, as the parts of a joint product are."""
     return (
         torch.randn(num_tokens, (num_heads + 1) * head_dim)
         .to(dtype)[:, head_dim:]

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind an addition, and SiLU·mul in Triton are their definitions."""
+"""RMSNorm, alone and after an addition, and SiLU·mul in Triton equal their definitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPS = 1e-6
 
 
 def apart(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows that lie apart, at odd addresses."""
+    """Strided rows at odd addresses."""
     return torch.randn(num_rows, size + 3).to(dtype)[:, 1 : size + 1]
 
 

@@ -1,4 +1,4 @@
-"""Storing in Triton writes exactly the slots that it is told to, rounded as the definition."""
+"""Storing in Triton writes exactly the requested slots, rounded as in the definition."""
 
 from __future__ import annotations
 
