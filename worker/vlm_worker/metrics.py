@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -57,6 +57,13 @@ class Metric(Generic[S]):
             family.add_metric([] if word is None else [word], number)
         found: Family = family
         return found
+
+
+def families(table: Iterable[Metric[S]], state: S) -> Iterator[Family]:
+    """Yield what `/metrics` shows of a state."""
+    for metric in table:
+        if (family := metric.family(metric.value(state))) is not None:
+            yield family
 
 
 TTFT_SECONDS: Final = "triptych_ttft_seconds"  # histogram {modality}
