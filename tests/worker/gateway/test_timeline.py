@@ -103,7 +103,7 @@ def test_a_call_is_placed_within_what_its_fastest_reply_allows(
     span = StageSpan("prefill", 0, worked)
     report = Report(started + there + worked + back, worked, (span,))
     slow = Report(started + there + worked + back + 5, worked, ())
-    call = Call(started, (report, slow))
+    call = Call(started, [report, slow])
     assert started - 1e-9 <= call.arrived <= started + there + back + 1e-9
     assert abs(call.arrived - (started + there)) <= (there + back) / 2 + 1e-9
     assert call.spans[0].end - call.spans[0].start == pytest.approx(worked)
@@ -111,5 +111,5 @@ def test_a_call_is_placed_within_what_its_fastest_reply_allows(
 
 def test_a_span_that_is_reported_twice_counts_once() -> None:
     short, whole = StageSpan("prefill", 0, 1), StageSpan("prefill", 0, 3)
-    call = Call(0.0, (Report(2, 2, (short,)), Report(4, 4, (whole,))))
+    call = Call(0.0, [Report(2, 2, (short,)), Report(4, 4, (whole,))])
     assert call.spans == (whole,)

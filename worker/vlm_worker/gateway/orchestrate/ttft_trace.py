@@ -19,39 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from vlm_worker.types import STAGES, StageSpan
 from vlm_worker.wire.messages import Reply
-
-
-class OpenCall:
-    """A call in flight; collects the reports of its replies.
-
-    `outbound` is the stage of the time until the call arrives at the worker.
-    """
-
-    def __init__(self, started: float, clock: Callable[[], float], *, outbound: str | None) -> None:
-        self._started = started
-        self._clock = clock
-        self._outbound = outbound
-        self._reports: list[Report] = []
-
-    def report(self, reply: Reply[Any]) -> None:
-        """Record a reply that arrived now."""
-        self._reports.append(Report(self._clock(), reply.clock, reply.spans))
-
-    @property
-    def spans(self) -> tuple[StageSpan, ...]:
-        """The call's spans on the gateway's clock; empty without a reply."""
-        if not self._reports:
-            return ()
-        call = Call(self._started, tuple(self._reports))
-        if self._outbound is None:
-            return call.spans
-        return (StageSpan(self._outbound, self._started, call.arrived), *call.spans)
 
 
 class Trace:
@@ -66,12 +40,12 @@ class Trace:
         self.received = received
         self.first_byte: float | None = None
         self._spans: list[StageSpan] = []
-        self._calls: list[OpenCall] = []
+        self._calls: list[Call] = []
         self._gateway_since: float | None = received
 
-    def call(self, *, outbound: str | None = None) -> OpenCall:
+    def call(self, *, outbound: str | None = None) -> Call:
         """Start a call to a worker; `outbound` is the stage of its way there."""
-        call = OpenCall(self.clock(), self.clock, outbound=outbound)
+        call = Call(self.clock(), clock=self.clock, outbound=outbound)
         self._calls.append(call)
         return call
 
@@ -90,7 +64,6 @@ class Trace:
             self._gateway_since = self.clock()
 
     def gateway_waits(self) -> None:
-        """End the span of the gateway's work."""
         if self._gateway_since is not None:
             self._spans.append(StageSpan("gateway", self._gateway_since, self.clock()))
             self._gateway_since = None
@@ -141,12 +114,21 @@ class Report:
     spans: tuple[StageSpan, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Call:
-    """One call to a worker: its start on the gateway's clock, and the reports of its replies."""
+    """A call to a worker: its start on the gateway's clock, and the reports of its replies.
+
+    `outbound` is the stage of the time until the call arrives at the worker.
+    """
 
     started: float
-    reports: tuple[Report, ...]
+    reports: list[Report] = dataclasses.field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
+    outbound: str | None = None
+
+    def report(self, reply: Reply[Any]) -> None:
+        """Record a reply that arrived now."""
+        self.reports.append(Report(self.clock(), reply.clock, reply.spans))
 
     @property
     def arrived(self) -> float:
@@ -155,12 +137,17 @@ class Call:
         The estimate assumes equal times in both directions, for the reply with the least time in
         flight.
         """
-        latest = min((r.received - r.clock for r in self.reports), default=self.started)
+        latest = min(r.received - r.clock for r in self.reports)
         return (self.started + max(latest, self.started)) / 2
 
     @property
     def spans(self) -> tuple[StageSpan, ...]:
-        """The call's spans on the gateway's clock. The longest report of a span counts."""
+        """The call's spans on the gateway's clock; empty without a reply.
+
+        The longest report of a span counts.
+        """
+        if not self.reports:
+            return ()
         placed: dict[tuple[str, int, float], StageSpan] = {}
         for report in self.reports:
             for span in report.spans:
@@ -169,24 +156,22 @@ class Call:
                 if known is None or known.end < span.end:
                     placed[key] = span
         at = self.arrived
-        return tuple(StageSpan(s.stage, at + s.start, at + s.end, s.item) for s in placed.values())
+        spans = [StageSpan(s.stage, at + s.start, at + s.end, s.item) for s in placed.values()]
+        if self.outbound is not None:
+            spans.append(StageSpan(self.outbound, self.started, at))
+        return tuple(spans)
 
 
 def attribute(
     spans: Iterable[StageSpan], *, received: float, first_byte: float
 ) -> dict[str, float]:
-    """Return the seconds that each stage owns between `received` and `first_byte`.
+    """Return the seconds that each stage owns, in the order of `types.STAGES`.
 
-    Args:
-        spans: on the gateway's clock, from the gateway and all workers.
-        received: time of the request's last byte.
-        first_byte: time when the first byte of the first token was sent.
-
-    Returns:
-        Every stage of `types.STAGES`, in that order; the sum is `first_byte - received`.
+    The `spans` are on the gateway's clock, from the gateway and all workers. The sum of the result
+    is `first_byte - received`.
     """
     known = [_clip(s, received, first_byte) for s in spans if s.stage in STAGES]
-    inside = _after_their_waits([s for s in known if s.end > s.start])
+    inside = _without_waits([s for s in known if s.end > s.start])
     owned = dict.fromkeys(STAGES, 0.0)
     now = first_byte
     while now > received:
@@ -208,7 +193,7 @@ def _clip(span: StageSpan, start: float, end: float) -> StageSpan:
     return StageSpan(span.stage, low, max(low, high), span.item)
 
 
-def _after_their_waits(spans: Sequence[StageSpan]) -> list[StageSpan]:
+def _without_waits(spans: Sequence[StageSpan]) -> list[StageSpan]:
     """Return the spans without the parts in which they waited for the end of others.
 
     If a stage has several spans for an item (one per chunk), they contain no waiting time and stay
