@@ -247,9 +247,9 @@ def test_trust_is_made_once_for_each_certificate(tmp_path: Path) -> None:
     ours = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
     first = tmp_path / "ca.crt"
     first.write_text("".join(ours[:2]))
-    trust = discovery._Trust()
-    made = trust.of(first)
-    assert made is trust.of(first)
+    server = discovery.ApiServer("", ca_file=first)
+    made = server.tls
+    assert made is server.tls
     first.write_text("".join(ours))
-    assert trust.of(first) is not made
-    assert trust.of(None) is True
+    assert server.tls is not made
+    assert discovery.ApiServer("").tls is True

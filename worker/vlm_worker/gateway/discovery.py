@@ -17,7 +17,9 @@ of the service alone does not suffice. A user who may create pods can forge all 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import random
@@ -78,23 +80,15 @@ class ApiServer:
             return {}
         return {"authorization": f"Bearer {self.token_file.read_text().strip()}"}
 
+    @property
+    def tls(self) -> ssl.SSLContext | bool:
+        """TLS context of the cluster's CA; True, without its file, selects the system's CAs."""
+        return True if self.ca_file is None else _tls_context(self.ca_file.read_text())
 
-class _Trust:
-    """TLS context of the cluster's CA, rebuilt if the content of its file changes."""
 
-    def __init__(self) -> None:
-        self._made_of: bytes | None = None
-        self._context: ssl.SSLContext | None = None
-
-    def of(self, ca_file: Path | None) -> ssl.SSLContext | bool:
-        """Return the TLS context for a request; True selects the system's CAs."""
-        if ca_file is None:
-            return True
-        content = ca_file.read_bytes()
-        if self._context is None or content != self._made_of:
-            self._context = ssl.create_default_context(cadata=content.decode())
-            self._made_of = content
-        return self._context
+@functools.lru_cache(maxsize=1)
+def _tls_context(certificates: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cadata=certificates)
 
 
 class PodWatch:
@@ -123,7 +117,6 @@ class PodWatch:
         self._on_problem = on_problem
         self._clock = clock
         self._sleep = sleep
-        self._trust = _Trust()
         self._pods: dict[str, KnownPod] = {}
         self._last_good: float | None = None
 
@@ -203,18 +196,26 @@ class PodWatch:
             raise DiscoveryError("an event has no resourceVersion")
         return version
 
-    def _get(
+    @contextlib.asynccontextmanager
+    async def _get(
         self, session: aiohttp.ClientSession, query: dict[str, str], timeout: aiohttp.ClientTimeout
-    ) -> _Checked:
-        return _Checked(
-            session.get(
-                self._path,
-                params={"labelSelector": self._selector, **query},
-                headers=self._server.headers,
-                ssl=self._trust.of(self._server.ca_file),
-                timeout=timeout,
-            )
-        )
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Open a response. Raises DiscoveryError unless the status is 200."""
+        async with session.get(
+            self._path,
+            params={"labelSelector": self._selector, **query},
+            headers=self._server.headers,
+            ssl=self._server.tls,
+            timeout=timeout,
+        ) as response:
+            if response.status in (401, 403):
+                # the operator matches this text: `ACCESS_DENIED` in its status/causes.py
+                raise DiscoveryError(
+                    f"the API server denies the list of pods: {response.status} {response.reason}"
+                )
+            if response.status != 200:
+                raise DiscoveryError(f"the API server answers {response.status} {response.reason}")
+            yield response
 
     def _put(self, pod: Any) -> None:
         if not isinstance(pod, dict):
@@ -239,28 +240,6 @@ class PodWatch:
             logger.error("no news of the pods for too long: none is used any more")
             self._pods, self._last_good = {}, None
             self._on_pods(())
-
-
-class _Checked:
-    """Response context that raises DiscoveryError unless the status is 200."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        response: aiohttp.ClientResponse = await self._request.__aenter__()
-        if response.status == 200:
-            return response
-        await self._request.__aexit__(None, None, None)
-        if response.status in (401, 403):
-            # the operator matches this text: `ACCESS_DENIED` in its status/causes.py
-            raise DiscoveryError(
-                f"the API server denies the list of pods: {response.status} {response.reason}"
-            )
-        raise DiscoveryError(f"the API server answers {response.status} {response.reason}")
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._request.__aexit__(*exc)
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
