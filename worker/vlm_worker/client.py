@@ -12,7 +12,16 @@ call is cancelled at once: grpc.aio never cancels a call that is only dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -48,11 +57,9 @@ class WorkerClient:
         self._stubs: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
-        """Return the client; the connection opens at first use."""
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Close the client."""
         await self.close()
 
     async def close(self) -> None:
@@ -81,11 +88,11 @@ class WorkerClient:
         wanted = asyncio.get_running_loop().create_future()
         upload = _upload(call, images, wanted)
 
-        def told(metadata: Mapping[str, Any]) -> None:
+        def decide(metadata: Mapping[str, Any]) -> None:
             wanted.set_result(SEND_IMAGES in metadata)
 
         try:
-            async with aclosing(self._stream("Encode", upload, timeout, told)) as replies:
+            async with aclosing(self._stream("Encode", upload, timeout, decide)) as replies:
                 async for message in replies:
                     yield self._read(messages.ENCODE_REPLY.decode, message)
         finally:
@@ -150,11 +157,14 @@ class WorkerClient:
 
         They arrive while prefill still writes the blocks.
         """
-        told: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         request = messages.FETCH_CALL.encode(call)
-        async with aclosing(self._stream(fetch.method, request, timeout, told.update)) as frames:
+        stream = self._stream(fetch.method, request, timeout, metadata.update)
+        async with aclosing(stream) as frames:
             async for frame in frames:
-                self._learn(told)  # a call that fails has no metadata
+                port = str(metadata.get(DATA_PORT, ""))  # a call that fails has no metadata
+                is_port = port.isdecimal() and 0 < int(port) <= MAX_PORT
+                self.data_port = int(port) if is_port else None
                 yield frame
 
     # ---- gRPC ----------------------------------------------------------------------------------
@@ -196,49 +206,40 @@ class WorkerClient:
         except grpc.aio.UsageError as error:
             raise PeerLostError(f"{self.address}: {error}") from None
 
-    async def _unary(self, name: str, request: Any, *, timeout: float | None) -> Any:
-        call = self._call(name, request, self.timers.control if timeout is None else timeout)
+    @contextlib.contextmanager
+    def _running(self, call: Any) -> Iterator[None]:
+        """Convert the errors of a call, and cancel it at the end."""
         try:
-            return await call
+            yield
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error, peer=self.address) from None
         except asyncio.CancelledError:
-            self._raise_if_closed()
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # grpc.aio also cancels on close
+                raise PeerLostError(f"{self.address}: the channel was closed") from None
             raise
         finally:
             call.cancel()
+
+    async def _unary(self, name: str, request: Any, *, timeout: float | None) -> Any:
+        call = self._call(name, request, self.timers.control if timeout is None else timeout)
+        with self._running(call):
+            return await call
 
     async def _stream(
         self,
         name: str,
         request: Any,
         timeout: float | None,
-        told: Callable[[Mapping[str, Any]], None] | None = None,
+        on_metadata: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> AsyncGenerator[Any]:
-        """The messages of a call; `told` gets the initial metadata before the first message."""
+        """The messages of a call; `on_metadata` gets the initial metadata before the first."""
         call = self._call(name, request, timeout)
-        try:
-            if told is not None:  # the caller may need the metadata before any message arrives
-                told(dict(await call.initial_metadata()))
+        with self._running(call):
+            if on_metadata is not None:
+                on_metadata(dict(await call.initial_metadata()))
             async for message in call:
                 yield message
-        except grpc.aio.AioRpcError as error:
-            raise error_of_call(error, peer=self.address) from None
-        except asyncio.CancelledError:
-            self._raise_if_closed()
-            raise
-        finally:
-            call.cancel()
-
-    def _learn(self, metadata: Mapping[str, Any]) -> None:
-        port = str(metadata.get(DATA_PORT, ""))
-        self.data_port = int(port) if port.isdecimal() and 0 < int(port) <= MAX_PORT else None
-
-    def _raise_if_closed(self) -> None:
-        """Raise PeerLostError if the task was not cancelled: grpc.aio also cancels on close."""
-        task = asyncio.current_task()
-        if task is None or not task.cancelling():
-            raise PeerLostError(f"{self.address}: the channel was closed") from None
 
 
 async def _upload(
