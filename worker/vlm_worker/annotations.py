@@ -47,8 +47,6 @@ M = TypeVar("M")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a dataclass, as its annotation declares it."""
-
     name: str
     kind: Any
     is_optional: bool
@@ -56,7 +54,6 @@ class Field:
     default: Any
 
     def marker(self, kind: type[M]) -> M | None:
-        """The marker of a class, if the field has one."""
         return next((one for one in self.markers if isinstance(one, kind)), None)
 
     @property
@@ -65,7 +62,6 @@ class Field:
 
 
 def fields_of(cls: type[Any]) -> list[Field]:
-    """The fields of a dataclass, in order."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return [_field(field, hints[field.name]) for field in dataclasses.fields(cls)]
 
@@ -112,12 +108,10 @@ def _number(value: float) -> str:
 
 
 def count(minimum: int, maximum: int) -> Bound:
-    """The number of elements."""
     return Bound(lambda x: minimum <= len(x) <= maximum, f"have {minimum} to {maximum} items", len)
 
 
 def each(bound: Bound) -> Bound:
-    """A bound of every element."""
     return Bound(lambda x: all(map(bound.accepts, x)), f"{bound.must} each", lambda _: "another")
 
 
@@ -131,7 +125,6 @@ def token_ids(minimum: int, maximum: int) -> Bound:
 
 
 def identifier() -> Bound:
-    """An id of the gateway."""
     return Bound(
         lambda x: 0 < len(x) <= _MAX_ID and _ID_CHARACTERS.issuperset(x),
         f"be 1 to {_MAX_ID} letters, digits or -_.:/",
@@ -139,24 +132,20 @@ def identifier() -> Bound:
 
 
 def address() -> Bound:
-    """`host:port`."""
     pattern = re.compile(r".+:\d+", re.DOTALL)
     return Bound(lambda x: len(x) <= _MAX_ADDRESS and bool(pattern.fullmatch(x)), "read host:port")
 
 
 def text(maximum: int) -> Bound:
-    """Text of at most `maximum` characters."""
     return Bound(lambda x: len(x) <= maximum, f"have at most {maximum} characters", len)
 
 
 def num_bytes(*lengths: int) -> Bound:
-    """Bytes of one of the `lengths`."""
     allowed = " or ".join(map(str, lengths))
     return Bound(lambda x: len(x) in lengths, f"have {allowed} bytes", len)
 
 
 def max_bytes(maximum: int) -> Bound:
-    """At most `maximum` bytes."""
     return Bound(lambda x: len(x) <= maximum, f"have at most {maximum} bytes", len)
 
 
@@ -170,7 +159,6 @@ def grid() -> Bound:
 
 
 def biases() -> Bound:
-    """(token id, bias) pairs."""
     return Bound(
         lambda x: len(x) <= MAX_LOGIT_BIASES and all(abs(b) <= MAX_LOGIT_BIAS for _, b in x),
         f"be up to {MAX_LOGIT_BIASES} biases of {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",

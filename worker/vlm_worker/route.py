@@ -24,18 +24,14 @@ AFFINITY_SLACK_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker pod as the gateway sees it now.
+    """A worker pod as the gateway sees it now, from its Hello and its last load report.
 
     Attributes:
         name: unique; the pod's name, or its address outside of a cluster.
-        address: host:port of its gRPC server.
-        role, stages: from Hello.
-        boot_id, layout_fingerprint, embed_fingerprint: from Hello.
-        kv_capacity_tokens, max_model_len_tokens: from Hello; 0 without KV.
+        kv_capacity_tokens, max_model_len_tokens: 0 without KV.
         ready: its containers are ready and it is not being deleted.
         accepting: readiness gate and load report allow new requests; False while it drains.
-        num_inflight: requests of this gateway on it.
-        num_waiting, work_queued_seconds, kv_free_tokens: from its last load report.
+        num_inflight: requests on it, of all gateways.
     """
 
     name: str
@@ -98,7 +94,6 @@ class Route:
 
     @property
     def pods(self) -> tuple[Candidate, ...]:
-        """All pods, in the order of the stages."""
         choices = (self.encoder, self.prefill, self.decode)
         return tuple(choice.pod for choice in choices if choice is not None)
 
@@ -118,26 +113,20 @@ class NoRoute:
 
 
 def choose(
-    candidates: Sequence[Candidate],
-    demand: Demand,
-    *,
-    failed: frozenset[bytes] = frozenset(),
+    candidates: Sequence[Candidate], demand: Demand, *, failed: frozenset[bytes] = frozenset()
 ) -> Route | NoRoute:
     """Choose pods for one attempt.
 
-    Args:
-        candidates: all pods known.
-        demand: what is needed.
-        failed: boot ids of pods that failed this request before; a restart changes the boot id.
-            They are tried again only if there is no other pod.
+    `failed` has the boot ids of pods that failed this request before. They are tried again only if
+    there is no other pod. A restart changes the boot id.
     """
     usable = _Usable(tuple(c for c in candidates if c.ready), failed)
     if not demand.needs_decode:
-        return _behind(usable, demand, None)
+        return _rest_of_route(usable, demand, None)
     decode = _decode(usable, demand)
     if isinstance(decode, NoRoute):
         return decode
-    return _behind(usable.agreeing(decode.pod), demand, decode)
+    return _rest_of_route(usable.agreeing(decode.pod), demand, decode)
 
 
 def another_decode(
@@ -208,7 +197,7 @@ _ROLES_FOR = {
 }
 
 
-def _behind(usable: _Usable, demand: Demand, decode: Choice | None) -> Route | NoRoute:
+def _rest_of_route(usable: _Usable, demand: Demand, decode: Choice | None) -> Route | NoRoute:
     """Choose prefill and encoder for a given decode pod."""
     prefill = _prefill(usable, demand, decode)
     if isinstance(prefill, NoRoute):
@@ -225,17 +214,15 @@ def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
         return NoRoute(Stage.DECODE, "no decode pod is ready")
     large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
     if not large:
-        biggest = max(c.kv_capacity_tokens for c in pods)
+        largest = max(c.kv_capacity_tokens for c in pods)
         return NoRoute(
             Stage.DECODE,
-            f"{demand.num_tokens} tokens, the largest decode pod holds {biggest}",
-            capacity_tokens=biggest,
+            f"{demand.num_tokens} tokens, the largest decode pod holds {largest}",
+            capacity_tokens=largest,
         )
-    roomy = [c for c in large if c.kv_free_tokens >= demand.num_tokens]
-    reason = (
-        f"room for {demand.num_tokens} tokens" if roomy else "no pod has room, the least loaded"
-    )
-    return Choice(min(roomy or large, key=_decode_order), reason, last_resort)
+    free = [c for c in large if c.kv_free_tokens >= demand.num_tokens]
+    reason = f"room for {demand.num_tokens} tokens" if free else "no pod has room, the least loaded"
+    return Choice(min(free or large, key=_decode_order), reason, last_resort)
 
 
 def _decode_order(pod: Candidate) -> tuple[int, float, str]:

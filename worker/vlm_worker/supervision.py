@@ -46,8 +46,6 @@ class AtEnd(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failures:
-    """How often a task ended in a row."""
-
     count: int = 0
 
     def after(self, seconds: float) -> Failures:
@@ -56,22 +54,17 @@ class Failures:
 
     @property
     def delay_seconds(self) -> float:
-        """Seconds before the next start."""
         return min(FIRST_DELAY_SECONDS * 2.0 ** (min(self.count, 10) - 1), MAX_DELAY_SECONDS)
 
     @property
     def too_many(self) -> bool:
-        """Whether the limit of failures in a row is reached."""
         return self.count >= MAX_FAILURES
 
 
 class Supervisor:
     """Long-lived tasks of one owner, on one event loop.
 
-    Args:
-        on_failure: called once, with the first unhealthy_reason of a task that is not restarted.
-        clock: seconds, to measure how long a task ran.
-        sleep: waits before a restart.
+    `on_failure` is called once, with the first unhealthy_reason of a task that is not restarted.
     """
 
     def __init__(
@@ -108,7 +101,6 @@ class Supervisor:
         return None
 
     async def close(self) -> None:
-        """Cancel all and wait for them."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:

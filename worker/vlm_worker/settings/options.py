@@ -50,7 +50,6 @@ class Option(NamedTuple):
 
     @property
     def dest(self) -> str:
-        """The attribute of the argparse namespace."""
         return self.flag.lstrip("-").replace("-", "_")
 
 

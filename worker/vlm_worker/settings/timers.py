@@ -85,7 +85,6 @@ class Timers:
         return self.ping + self.ping_timeout
 
     def scaled(self, scale: float) -> Self:
-        """All timers times `scale`."""
         fields = {f.name: getattr(self, f.name) * scale for f in dataclasses.fields(self)}
         return dataclasses.replace(self, **fields)
 

@@ -108,10 +108,8 @@ class Identity:
 class ModelSource:
     """The location of the model.
 
-    Attributes:
-        uri: a directory, or `hf://org/name`.
-        revision: commit of an `hf://` model; for a directory, the publisher's name for it.
-        cache: directory into which `hf://` models are downloaded; None is huggingface_hub's own.
+    `revision` of a directory is the publisher's name for it. Without `cache`, downloads go to
+    huggingface_hub's own directory.
     """
 
     uri: str = option("--model", TEXT, REQUIRED, "a directory, or hf://org/name")
@@ -159,14 +157,7 @@ class AdmissionPolicy(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """How the next sequence is chosen (docs/decisions/0009-first-come-first-served.md).
-
-    Attributes:
-        policy: the order of waiting sequences.
-        max_text: sequences of the text lane that one round of `dual_queue` admits.
-        max_vision: the same for the vision lane.
-        ageing_seconds: a sequence that waited this long goes first.
-    """
+    """How the next sequence is chosen (docs/decisions/0009-first-come-first-served.md)."""
 
     policy: AdmissionPolicy = option(
         "--admission-policy", one_of(AdmissionPolicy), AdmissionPolicy.FCFS, "who enters first"
@@ -185,7 +176,6 @@ class AdmissionSettings:
     )
 
     def __post_init__(self) -> None:
-        """Refuse bounds that would never admit a lane."""
         if self.max_text < 1 or self.max_vision < 1:
             raise ValueError(
                 f"max_text ({self.max_text}) and max_vision ({self.max_vision}) must be at least 1"
@@ -196,13 +186,8 @@ class AdmissionSettings:
 class QueueSettings:
     """How a worker orders and limits its queues. Beyond a limit, a request gets an OverloadedError.
 
-    Attributes:
-        max_waiting, max_waiting_tokens: limits of the prefill queue, including visual tokens.
-        max_waiting_images, max_waiting_pixels: limits of the encoder queue, after resizing. An
-            empty queue accepts any one request, and the images of any one call.
-        long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
-        target_step_ms: target step time, from which the number of running sequences follows; 0:
-            only the number of rows limits them.
+    Waiting tokens include visual tokens; pixels are counted after resizing. An empty queue accepts
+    any one request, and the images of any one call.
     """
 
     admission: AdmissionSettings = group(AdmissionSettings)
@@ -305,16 +290,11 @@ class WorkerSettings(ProcessSettings):
     """One encoder, prefill or decode process. A port of 0 selects any free one.
 
     Attributes:
-        role, stages: the role, and what is loaded.
         announced_data_port: if set, consumers reach `data_port` there.
-        scaled_jpeg: decode a JPEG no larger than the model needs it; all workers of a service must
-            agree.
+        scaled_jpeg: all workers of a service must agree on it.
         kv_reserve_percent: share of the KV blocks that admission leaves free for growth.
-        request_memory_bytes: what requests hold besides weights and KV; None is the sum of the
-            parts' limits.
-        decode_processes: child processes that decode images; 0 derives the number from the CPUs.
         runner: `checksum` replaces the model by arithmetic, for fault tests.
-        transport: moves bytes between workers that both have it.
+        transport: used between workers that both have it.
         exposed_memory_bytes: maximum memory that peers may read at a time.
         strict: an accounting mismatch ends the process instead of being counted.
     """
@@ -372,17 +352,13 @@ class GatewaySettings(ProcessSettings):
     of `service` in `namespace`.
 
     Attributes:
-        config: the mounted gateway.json.
         api_keys_dir: a mounted Secret with one bearer key per file, whose name is the tenant; None
             disables authentication.
         api_server: the cluster's API server, as https://host:port; empty outside of a cluster.
-        patience_seconds: if a pool has lost its last pod, a request waits so long for a new one. If
-            the model is small, a new pod is ready after 11 to 12 s; client timeouts are usually
+        patience_seconds: if a pool has lost its last pod, a request waits this long for a new one.
+            If the model is small, a new pod is ready after 11 to 12 s; client timeouts are usually
             60 s or more.
         max_waiting: maximum requests that wait for capacity.
-        memory_bytes, max_connections: limits of what requests hold, and of open connections.
-        images_per_request: applies if `config` sets no limit.
-        any_priority: a client may raise its requests above those of others.
     """
 
     http_port: int = option("--http-port", PORT, 8000)
