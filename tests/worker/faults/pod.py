@@ -120,12 +120,12 @@ def take_gateway(marks: Marks, gateway: Gateway, order: dict[str, Any]) -> Any:
         context.registry.apply([KnownPod(**pod) for pod in order["pods"]])
     if "report" in order:
         collect(order)
-        peers = context.registry.by_name.values()
+        peers = context.registry.peers.values()
         return {
             **process_report(),
             "inflight": context.num_inflight,
             "waiting": context.retry_policy.request_limit.num_waiting,
-            "calls": sum(peer.num_inflight for peer in peers) + len(context.background._tasks),
+            "calls": sum(peer.num_inflight for peer in peers) + len(context.registry._background),
             "boots": {c.name: c.boot_id.hex() for c in context.registry.candidates()},
         }
     return take_marks(marks, order)

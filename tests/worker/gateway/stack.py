@@ -119,7 +119,7 @@ async def serving(
         task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.0))
         if settings.workers != (NOBODY,):
             registry = gateway.context.registry
-            found = await registry.wait_until(
+            found = await registry.waiters.wait_until(
                 lambda: len(registry.candidates()) == len(settings.workers), timeout=30
             )
             assert found

@@ -134,13 +134,13 @@ async def test_a_pod_that_becomes_ready_is_asked_at_once(served: Stack) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(registry.close)
         registry.apply([KnownPod(name="late", address=NOBODY, ready=False)])
-        peer = registry.by_name["late"]
+        peer = registry.peers["late"]
         async with asyncio.timeout(60):
             while not peer.unusable_reason:  # noqa: ASYNC110  it has no event
                 await asyncio.sleep(0.005)
         peer.client = WorkerClient(address)  # the same pod, at last listening
         registry.apply([KnownPod(name="late", address=NOBODY, ready=True)])
-        assert await registry.wait_until(lambda: bool(registry.candidates()), timeout=10)
+        assert await registry.waiters.wait_until(lambda: bool(registry.candidates()), timeout=10)
 
 
 @pytest.mark.parametrize("role", [Role.ENCODER, Role.PREFILL])

@@ -74,7 +74,9 @@ async def test_it_is_ready_when_every_stage_has_a_pod_and_stays_so_without_encod
         (encoder,) = served.of(Role.ENCODER)
         await encoder.kill()
         registry = served.gateway.context.registry
-        assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=60)
+        assert await registry.waiters.wait_until(
+            lambda: len(registry.candidates()) == 2, timeout=60
+        )
         assert await until_ready(served.url, ready=True) == "ok, but no ready pod for: encoder\n"
         async with api(served.url) as client:
             assert await client.chat.completions.create(**TEXT)
@@ -100,7 +102,9 @@ async def test_a_worker_of_another_model_is_not_used_and_the_log_says_why(
         settings = gateway_settings([decode], served_name="other")
         async with running(settings) as gateway:
             registry = gateway.context.registry
-            assert not await registry.wait_until(lambda: bool(registry.candidates()), timeout=1)
+            assert not await registry.waiters.wait_until(
+                lambda: bool(registry.candidates()), timeout=1
+            )
     assert any("it serves 'shapes', not 'other'" in str(vars(r)) for r in caplog.records)
 
 
@@ -249,7 +253,7 @@ async def streaming(
         stop, seen = asyncio.Event(), asyncio.Event()
         async with running(gateway_settings([prefill, decode], **settings)) as gateway:
             registry = gateway.context.registry
-            await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=60)
+            await registry.waiters.wait_until(lambda: len(registry.candidates()) == 2, timeout=60)
             serving = asyncio.create_task(gateway.serve(stop, notice_seconds=notice_seconds))
             served = Stack([prefill, decode], gateway)
             stream = asyncio.create_task(stream_slowly(served, seen))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.gateway.api.data_urls import MAX_REST_BYTES
-from vlm_worker.gateway.api.schema import MAX_VALUES
 from vlm_worker.gateway.body import (
     BODY_SECONDS,
     BODY_SILENCE_SECONDS,
     MAX_BODY_BYTES,
+    MAX_REST_BYTES,
+    MAX_VALUES,
     least_bytes,
 )
 from vlm_worker.gateway.memory import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from vlm_worker.gateway.orchestrate.generation import NoRouteError, RetryPolicy, Routing
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
-from vlm_worker.gateway.orchestrate.route_selection import NoRouteError, RetryPolicy, Routing
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import Registry
 from vlm_worker.gateway.prompts import Prompt

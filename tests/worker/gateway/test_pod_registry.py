@@ -28,7 +28,7 @@ async def peer() -> PodConnection:
 
 async def test_what_ended_here_since_a_report_is_not_counted_on(peer: PodConnection) -> None:
     registry = Registry(served_name="m")
-    registry._peers["a"] = peer
+    registry.peers["a"] = peer
     with contextlib.ExitStack() as mine:
         for _ in range(2):
             mine.enter_context(registry.use("a"))
@@ -41,7 +41,7 @@ async def test_what_ended_here_since_a_report_is_not_counted_on(peer: PodConnect
 
 async def test_a_report_that_does_not_know_of_ours_yet_hides_none(peer: PodConnection) -> None:
     registry = Registry(served_name="m")
-    registry._peers["a"] = peer
+    registry.peers["a"] = peer
     with registry.use("a"), registry.use("a"):
         peer.report(_load(num_inflight=0))
         assert _counted(peer) == 2
@@ -69,7 +69,7 @@ async def test_a_worker_of_no_or_another_compat_gets_no_request(
     async with serving("decode", f"--compat={theirs}") as worker:
         registry = Registry(served_name="shapes", compat="c1")
         registry.apply([KnownPod("a", worker.client.address)])
-        peer = registry.by_name["a"]
+        peer = registry.peers["a"]
         try:
             async with asyncio.timeout(60):
                 while not peer.unusable_reason and not peer.hello:  # noqa: ASYNC110

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from worker.gateway.test_text_assembler import falls_back, with_bytes
 
-from vlm_worker.gateway.api.answers import CompletionShape, Envelope, Usage
 from vlm_worker.gateway.detokenization import TextAssembler, TokenTexts
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
-from vlm_worker.gateway.responses import Response, ResponseWriter
+from vlm_worker.gateway.responses import CompletionShape, Envelope, Response, ResponseWriter, Usage
 from vlm_worker.types import FinishReason
 
 
@@ -47,7 +46,7 @@ async def test_a_stop_string_in_the_last_run_of_bytes_is_why_the_answer_ends(
         Response(client.send),
         Envelope(CompletionShape(), "r", created=0, model="m", include_usage=False),
         stream=stream,
-        pieces=[TextAssembler(falls_back(), TokenTexts(falls_back()), stop=("한😀",))],
+        assemblers=[TextAssembler(falls_back(), TokenTexts(falls_back()), stop=("한😀",))],
         with_logprobs=False,
         trace=Trace(received=0.0, clock=lambda: 1.0),
         on_token=lambda _: None,

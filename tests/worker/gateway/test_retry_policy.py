@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_worker.errors import OverloadedError
-from vlm_worker.gateway.orchestrate.route_selection import (
+from vlm_worker.gateway.orchestrate.generation import (
     RETRIES_PER_REQUEST,
     RETRIES_PER_SECOND,
     RequestLimit,

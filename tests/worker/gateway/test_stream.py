@@ -99,7 +99,9 @@ async def test_one_token_needs_no_decode() -> None:
         (decode,) = served.of(Role.DECODE)
         await decode.kill()
         registry = served.gateway.context.registry
-        assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
+        assert await registry.waiters.wait_until(
+            lambda: len(registry.candidates()) == 2, timeout=15
+        )
         async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
             one = await client.post("/v1/chat/completions", json=body(max_tokens=1))
             two = await client.post("/v1/chat/completions", json=body(max_tokens=2))

@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.gateway.api import data_urls
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.schema import MAX_DEPTH, MAX_VALUES, read_json
+from vlm_worker.gateway.body import (
+    MAX_DATA_STRINGS,
+    MAX_DEPTH,
+    MAX_REST_BYTES,
+    MAX_VALUES,
+    read_json,
+)
 from vlm_worker.gateway.memory import MemoryBudget
 from vlm_worker.gateway.turns import Steps, at_once
 
@@ -123,7 +128,7 @@ def test_a_large_body_of_any_values_is_refused_before_it_is_read_to_its_end(unit
     count, error = steps_of(read_json(body))
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (400, "request_too_large")
-    assert str(data_urls.MAX_REST_BYTES) in error.message
+    assert str(MAX_REST_BYTES) in error.message
     assert count < 4 * 2**20 // 512
 
 
@@ -132,8 +137,8 @@ def test_a_body_of_too_many_data_strings_is_refused_before_they_are_all_looked_a
     count, error = steps_of(read_json(body))
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (400, "invalid_json")
-    assert str(data_urls.MAX_DATA_STRINGS) in error.message
-    assert count <= data_urls.MAX_DATA_STRINGS // 256
+    assert str(MAX_DATA_STRINGS) in error.message
+    assert count <= MAX_DATA_STRINGS // 256
     assert (
         at_once(read_json(b'{"a":"' + b'\\"data:' * 1000 + b'"}')).value["a"].count("data:") == 1000
     )

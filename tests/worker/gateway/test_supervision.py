@@ -74,7 +74,7 @@ async def test_a_defect_in_following_a_worker_does_not_lose_it_for_ever() -> Non
         started(Role.DECODE, (E, P, D)) as worker,
         serving(gateway_settings([worker]), Defective) as gateway,
     ):
-        (peer,) = gateway.context.registry.by_name.values()
+        (peer,) = gateway.context.registry.peers.values()
         assert isinstance(peer.client, Defective)
         async with asyncio.timeout(30):
             while peer.load is None:  # noqa: ASYNC110

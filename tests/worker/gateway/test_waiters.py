@@ -107,9 +107,9 @@ async def test_a_waiter_whose_condition_stays_false_times_out() -> None:
 async def test_load_reports_evaluate_no_condition() -> None:
     async with stack(*COLOCATED) as served:
         registry, pods = served.gateway.context.registry, Pods()
-        task = asyncio.create_task(registry.wait_until(pods.has_room, timeout=60))
+        task = asyncio.create_task(registry.waiters.wait_until(pods.has_room, timeout=60))
         await asyncio.sleep(0)
-        (peer,) = registry.by_name.values()
+        (peer,) = registry.peers.values()
         before = peer.load
         async with asyncio.timeout(30):
             while peer.load is before:  # noqa: ASYNC110

@@ -88,7 +88,7 @@ class ChatTemplate:
             ApiError: 400 if the template rejects the conversation, or rewrites text so that the
                 client's text and the template's cannot be distinguished.
         """
-        plain = self._render(self._conversation(messages))
+        plain = self._render(_conversation(messages, str, as_parts=self._as_parts))
         mark = self._mark_for(messages)
         marked = self._render(self._marked(messages, mark))
         if marked.replace(mark, "") != plain:
@@ -126,12 +126,7 @@ class ChatTemplate:
             inner = mark + self._control.sub(break_up, core) + mark
             return text[:start] + inner + text[start + len(core) :]
 
-        return self._conversation(messages, marked)
-
-    def _conversation(
-        self, messages: Sequence[Message], change: Callable[[str], str] = str
-    ) -> list[dict[str, Any]]:
-        return _conversation(messages, change, as_parts=self._as_parts)
+        return _conversation(messages, marked, as_parts=self._as_parts)
 
     def drops_strings(self) -> bool:
         """Whether the template renders text parts but drops string contents, as LLaVA's does."""
@@ -309,7 +304,6 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
     def parse(self, parser: jinja2.parser.Parser) -> Any:
-        """Return the body of the block unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

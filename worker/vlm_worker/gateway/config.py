@@ -44,8 +44,6 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits on the images of a request."""
-
     images_per_request: int = 4
     bytes_per_image: int = 20 * 2**20
     pixels_per_image: int = 16_700_000
@@ -62,8 +60,6 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class Media(msgspec.Struct, frozen=True):
-    """Domains that images may be fetched from."""
-
     allowed_domains: list[str] = []
 
 

@@ -13,7 +13,7 @@ from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.config import ConfigWatcher, Salts
 from vlm_worker.gateway.memory import MemoryBudget, MemoryReservation
 from vlm_worker.gateway.metrics import GatewayMetrics
-from vlm_worker.gateway.orchestrate.route_selection import BackgroundTasks, RetryPolicy
+from vlm_worker.gateway.orchestrate.generation import RetryPolicy
 from vlm_worker.gateway.pod_registry import Connect, Registry
 from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.request_preparation import Preparer
@@ -58,7 +58,6 @@ class GatewayContext:
         )
         self.memory = MemoryBudget(settings.memory_bytes)
         self.meters = GatewayMetrics(clock(), memory=self.memory)
-        self.background = BackgroundTasks()
         self.tasks = Supervisor(clock=clock)
         self.preparer = Preparer(
             prompt_builder=prompt_builder,
@@ -119,7 +118,6 @@ class GatewayContext:
         self.discovery_problem = problem
 
     async def tick(self) -> None:
-        """Update the rates each second, until cancelled."""
         while True:
             self.meters.tick(self.clock())
             await asyncio.sleep(TICK_SECONDS)

@@ -19,15 +19,41 @@ the first word).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from vlm_worker.gateway.api.answers import LEAST_LOGPROB, ChosenToken, LikelyToken
 from vlm_worker.types import TokenLogprobs
+
+LEAST_LOGPROB: Final = -9999.0
+"""OpenAI's value for a token of probability 0, because JSON has no infinity."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LikelyToken:
+    """A token and its natural log-probability; `utf8_bytes` are its bytes in UTF-8."""
+
+    text: str
+    utf8_bytes: bytes
+    logprob: float
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The token in `logprobs` of a chat."""
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.utf8_bytes)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenToken:
+    """A token of the answer, the most likely tokens at its position, and its text offset."""
+
+    chosen: LikelyToken
+    top: tuple[LikelyToken, ...]
+    offset: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +64,6 @@ class TextChunk:
     tokens: tuple[ChosenToken, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is anything to send."""
         return bool(self.text or self.tokens)
 
 
@@ -202,23 +227,17 @@ class TokenTexts:
         self._has_byte_pieces = "ByteFallback" in decoders
         self._has_space_pieces = bool(decoders & {"Metaspace", "Replace"})
         self._added = tokenizer.get_added_tokens_decoder()
-        self._known: dict[int, tuple[str, bytes]] = {}
+        self.of = functools.cache(self._of)
 
     def is_text(self, token_id: int) -> bool:
         """Whether the token has text in an answer. Control tokens and unknown ids have none."""
         added = self._added.get(token_id)
         return not added.special if added is not None else bool(self.of(token_id)[1])
 
-    def of(self, token_id: int) -> tuple[str, bytes]:
+    def _of(self, token_id: int) -> tuple[str, bytes]:
         r"""Return text and bytes. Bytes that are not UTF-8 alone become `\xf0\x9f` in the text."""
-        known = self._known.get(token_id)
-        if known is None:
-            utf8_bytes = self._utf8_bytes(token_id)
-            known = self._known[token_id] = (
-                utf8_bytes.decode(errors="backslashreplace"),
-                utf8_bytes,
-            )
-        return known
+        utf8_bytes = self._utf8_bytes(token_id)
+        return utf8_bytes.decode(errors="backslashreplace"), utf8_bytes
 
     def _utf8_bytes(self, token_id: int) -> bytes:
         added = self._added.get(token_id)

@@ -25,24 +25,32 @@ from typing import Any, Literal
 
 from vlm_worker.errors import InvalidImageError, WorkerError
 from vlm_worker.gateway.api import errors
-from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope, Usage
-from vlm_worker.gateway.api.data_urls import BodyBytes
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Options
-from vlm_worker.gateway.body import Receive, read_body, timeout_of, until_disconnect
+from vlm_worker.gateway.body import BodyBytes, Receive, read_body, timeout_of, until_disconnect
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, MemoryReservation
-from vlm_worker.gateway.orchestrate.generation import Generation
-from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
-from vlm_worker.gateway.orchestrate.route_selection import (
+from vlm_worker.gateway.orchestrate.generation import (
     AdmissionTicket,
+    Generation,
     NoEncoderError,
     NoRouteError,
+    Routing,
 )
+from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
-from vlm_worker.gateway.responses import ClientGoneError, Response, ResponseWriter, Send
+from vlm_worker.gateway.responses import (
+    ChatShape,
+    ClientGoneError,
+    CompletionShape,
+    Envelope,
+    Response,
+    ResponseWriter,
+    Send,
+    Usage,
+)
 from vlm_worker.types import Modality, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -89,18 +97,18 @@ class Endpoint:
             exchange.outcome = "ok"
         except ApiError as error:
             exchange.outcome, exchange.reason = error.outcome, error.message
-            await _send_error(response, error)
+            await response.fail(error)
         except ClientGoneError as error:
             exchange.outcome, exchange.reason = "cancelled", str(error)
         except FullError as error:
             self._context.meters.refused(error.bound)
-            answer = errors.full(error)
+            answer = errors.overloaded(str(error), retry_after_seconds=error.retry_after_seconds)
             exchange.outcome, exchange.reason = answer.outcome, answer.message
-            await _send_error(response, answer)
+            await response.fail(answer)
         except Exception as error:
             exchange.reason = f"{type(error).__name__}: {error}"
             logger.exception("request failed", extra={"request_id": exchange.request_id})
-            await _send_error(response, errors.internal(exchange.request_id))
+            await response.fail(errors.internal(exchange.request_id))
         finally:
             exchange.held.release()
             self._context.leave(exchange.outcome)
@@ -123,7 +131,11 @@ class Endpoint:
             exchange.options = options
             held.prepared(prepared.num_bytes)
             writer = self._writer(response, options, prepared, trace)
-            choices = exchange.choices = self._choices(prepared, options, writer, trace, ticket)
+            images = prepared.images
+            context.meters.record_images(len(images), sum(image.num_tokens for image in images))
+            choices = exchange.choices = Choices(
+                context, prepared, options.num_choices, writer=writer, trace=trace, ticket=ticket
+            )
             ends = (
                 until_disconnect(receive),
                 drain_deadline(context),
@@ -132,7 +144,7 @@ class Endpoint:
             try:
                 await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
             except WorkerError as error:
-                raise _answer_to(error, exchange.request_id, prepared.images) from error
+                raise _answer_to(error, exchange.request_id, images) from error
 
     async def _prepare(
         self, body: BodyBytes, exchange: _Exchange
@@ -164,7 +176,7 @@ class Endpoint:
             response,
             envelope,
             stream=options.stream,
-            pieces=[
+            assemblers=[
                 TextAssembler(
                     prompt_builder.tokenizer, prompt_builder.token_texts, stop=options.stop
                 )
@@ -195,34 +207,6 @@ class Endpoint:
 
         return on_token
 
-    def _choices(
-        self,
-        prepared: PreparedRequest,
-        options: Options,
-        writer: ResponseWriter,
-        trace: Trace,
-        ticket: AdmissionTicket,
-    ) -> Choices:
-        context = self._context
-        context.meters.record_images(
-            len(prepared.images), sum(p.num_tokens for p in prepared.images)
-        )
-
-        def generate(prepared: PreparedRequest, emit: Emit, index: int) -> Generation:
-            return Generation(
-                prepared,
-                emit,
-                # TTFT is measured for the first choice
-                trace=trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
-                registry=context.registry,
-                background=context.background,
-                retry_policy=context.retry_policy,
-                ticket=ticket,
-                heartbeat=writer.heartbeat,
-            )
-
-        return Choices(prepared, options.num_choices, writer=writer, generate=generate)
-
     def _log(self, exchange: _Exchange) -> None:
         trace, choices, options = exchange.trace, exchange.choices, exchange.options
         ttft = trace.ttft if trace is not None and trace.first_byte is not None else None
@@ -244,16 +228,7 @@ class Endpoint:
         )
 
 
-async def _send_error(response: Response, error: ApiError) -> None:
-    try:
-        await response.fail(error)
-    except ClientGoneError:
-        logger.debug("the client closed the connection before its error was sent")
-
-
-def _answer_to(
-    error: WorkerError, request_id: str, images: Sequence[RequestImage] = ()
-) -> ApiError:
+def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImage]) -> ApiError:
     """Return the client's error for the error that ended a generation."""
     if isinstance(error, NoEncoderError):
         return errors.no_encoder(held_seconds=error.held_seconds)
@@ -267,31 +242,43 @@ def _answer_to(
     return answer
 
 
-Generate = Callable[[PreparedRequest, Emit, int], Generation]
-"""`(prepared, emit, index)` returns the generation of one choice."""
-
-
 class Choices:
     """The choices of one request. `run` is called once."""
 
     def __init__(
-        self, prepared: PreparedRequest, count: int, *, writer: ResponseWriter, generate: Generate
+        self,
+        context: GatewayContext,
+        prepared: PreparedRequest,
+        count: int,
+        *,
+        writer: ResponseWriter,
+        trace: Trace,
+        ticket: AdmissionTicket,
     ) -> None:
+        """`trace` gets the times of the first choice."""
         self._writer = writer
         self._begun = asyncio.Event()
         self._generations = [
-            generate(request_of_choice(prepared, index), self._emit(index), index)
+            Generation(
+                Routing(
+                    request_of_choice(prepared, index),
+                    trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
+                    context.registry,
+                    context.retry_policy,
+                    writer.heartbeat,
+                ),
+                self._emit(index),
+                ticket=ticket,
+            )
             for index in range(count)
         ]
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens delivered so far, by all choices."""
         return sum(len(generation.delivered.token_ids) for generation in self._generations)
 
     @property
     def num_retries(self) -> int:
-        """Retries so far, by all choices."""
         return sum(generation.num_retries for generation in self._generations)
 
     async def run(self) -> None:

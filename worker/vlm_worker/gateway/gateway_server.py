@@ -153,7 +153,6 @@ async def running(
             yield Gateway(context, public, admin)
         finally:
             await tasks.close()
-            await context.background.finish()
             await context.registry.close()
 
 
@@ -163,12 +162,9 @@ async def serve_gateway(
     stop: asyncio.Event | None = None,
     on_ready: Callable[[Gateway], None] = lambda _: None,
 ) -> None:
-    """Run a gateway until it is stopped and its last stream has ended.
+    """Run a gateway until `stop` is set and its last stream has ended.
 
-    Args:
-        settings: the settings of the process.
-        stop: the caller sets it to end the gateway; None = SIGTERM and SIGINT do.
-        on_ready: called with the gateway once its sockets listen.
+    Without `stop`, SIGTERM and SIGINT end it. `on_ready` is called once its sockets listen.
     """
     if stop is None:
         stop = asyncio.Event()
@@ -239,7 +235,6 @@ class HeaderTimeoutProtocol(HttpToolsProtocol):
     bound: ConnectionLimit
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Apply the connection limits and start the header deadline."""
         super().connection_made(transport)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES  # asyncio's default is four times larger
@@ -253,7 +248,6 @@ class HeaderTimeoutProtocol(HttpToolsProtocol):
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; answer 400 if they are invalid."""
         self._unset_keepalive_if_required()
         try:
             while data:
@@ -285,7 +279,6 @@ class HeaderTimeoutProtocol(HttpToolsProtocol):
             self._repeating_head = False
 
     def on_message_begin(self) -> None:
-        """Start the header deadline of the next request of the connection."""
         if self._repeating_head:
             return
         super().on_message_begin()
@@ -293,7 +286,6 @@ class HeaderTimeoutProtocol(HttpToolsProtocol):
         self._expect_headers()
 
     def on_url(self, url: bytes) -> None:
-        """Handle a part of the URL, except that of a repeated head."""
         if not self._repeating_head:
             super().on_url(url)
 
@@ -318,7 +310,6 @@ class HeaderTimeoutProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """End the wait for the rest of a body."""
         if self._repeating_head:
             self.cycle.more_body = False
             return
@@ -332,7 +323,6 @@ class HeaderTimeoutProtocol(HttpToolsProtocol):
             self._linger = self.loop.call_later(LINGER_SECONDS, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers."""
         self._disarm()
         self._end_linger()
         super().connection_lost(exc)
@@ -355,15 +345,14 @@ class HeaderTimeoutProtocol(HttpToolsProtocol):
             self._deadline = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionLimitApp:
     """Serves a connection beyond the limit: answers probes and rejects other requests."""
 
-    def __init__(self, app: Any, bound: ConnectionLimit) -> None:
-        self._app = app
-        self._bound = bound
+    app: Any
+    bound: ConnectionLimit
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request and close the connection."""
 
         async def send_and_close(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -372,11 +361,11 @@ class ConnectionLimitApp:
             await send(message)
 
         if scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send_and_close)
+            await self.app(scope, receive, send_and_close)
             return
-        self._bound.on_refused()
+        self.bound.on_refused()
         error = errors.unavailable(
-            f"This gateway has {self._bound.max_connections} connections, all that it takes: close "
+            f"This gateway has {self.bound.max_connections} connections, all that it takes: close "
             "those that are idle, or retry later."
         )
         await Response(send_and_close).fail(error)

@@ -7,7 +7,6 @@ AuthMiddleware ─▶ Router ─▶ /v1/chat/completions  /v1/completions       
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 from typing import Any
@@ -19,21 +18,17 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from vlm_worker.gateway.api import errors
-from vlm_worker.gateway.api.answers import encode
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.endpoint import Endpoint
-from vlm_worker.gateway.responses import ClientGoneError, Response, Send
-
-logger = logging.getLogger(__name__)
+from vlm_worker.gateway.responses import Response, Send, encode
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,64}")
 
 
 def public_app(context: GatewayContext) -> AuthMiddleware:
-    """Return the application for clients."""
     pages = Pages(context)
     router = Starlette(
         routes=[
@@ -73,7 +68,6 @@ class AuthMiddleware:
         self._context = context
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             raise ValueError(f"a scope of type {scope['type']!r} is not served")
         headers = dict(scope["headers"])
@@ -89,7 +83,7 @@ class AuthMiddleware:
         tenant = self._tenant(scope["path"], headers.get(b"authorization"))
         if tenant is None:
             self._context.meters.request("invalid")
-            await _answer(Response(send_with_id), errors.unauthorized())
+            await Response(send_with_id).fail(errors.unauthorized())
             return
         scope.setdefault("state", {}).update(
             request_id=request_id,
@@ -116,16 +110,13 @@ class Pages:
         ]
 
     async def models(self, _: Request) -> HttpResponse:
-        """List the one served model."""
         return _json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> HttpResponse:
-        """Return the served model if the id matches."""
         self._context.preparer.check_model(request.path_params["model_id"])
         return _json(self._model())
 
     async def healthz(self, _: Request) -> HttpResponse:
-        """Answer ok if the tasks that this process needs run."""
         return _page(self._context.unhealthy_reason, otherwise="ok")
 
     async def readyz(self, _: Request) -> HttpResponse:
@@ -135,7 +126,6 @@ class Pages:
         return _page(self._context.not_ready_because(), otherwise=degraded if missing else "ok")
 
     async def metrics(self, _: Request) -> HttpResponse:
-        """Return the metrics in Prometheus' text format."""
         context = self._context
         text = context.meters.exposition(
             num_inflight=context.num_inflight, accepting=not context.draining
@@ -192,10 +182,3 @@ def _json(
     return HttpResponse(
         encode(body), status_code=status, headers=headers, media_type="application/json"
     )
-
-
-async def _answer(response: Response, error: ApiError) -> None:
-    try:
-        await response.fail(error)
-    except ClientGoneError:
-        logger.debug("the client disconnected before the error was sent")

@@ -60,14 +60,8 @@ def read_images(
 ) -> Steps[tuple[RequestImage | None, ...]]:
     """Check every image and count its tokens. Fetches nothing and decodes no pixels.
 
-    Args:
-        parts: image parts of the request's messages, in order.
-        config: the current settings.
-        family: the model's family.
-        images: the data URLs that were taken out of the body, by placeholder.
-
-    Returns:
-        One entry per part; None for a corrupt image that is skipped (`on_corrupt: Skip`).
+    `images` are the data URLs that were taken out of the body, by placeholder. The result has one
+    entry per part; None for a corrupt image that is skipped (`on_corrupt: Skip`).
 
     Raises:
         ApiError: 400; `param` is the path of the part.
@@ -99,7 +93,8 @@ def _read(
             data,
             item=index,
             limits=dataclasses.replace(hard, max_bytes=min(hard.max_bytes, limits.bytes_per_image)),
-            mime_type=_checked_type(mime_type),
+            # Many clients send the same media type for every image: the content determines it.
+            mime_type=None if mime_type in MIME_TYPES else mime_type,
         )
     except InvalidImageError as error:
         if error.code == "invalid_image" and limits.on_corrupt == "Skip":
@@ -149,7 +144,7 @@ def _bytes_of(
     url = part.url.encode("ascii", "replace") if taken_out is None else taken_out
     found = split_data_url(url, escaped=escaped)
     if found is None:
-        raise _not_a_image(part, config, is_data=escaped)
+        raise _wrong_url(part, config, is_data=escaped)
     mime_type, text = found
     limit = config.limits.bytes_per_image
     try:
@@ -171,39 +166,20 @@ def _bytes_of(
     return mime_type, data, digest
 
 
-def _checked_type(mime_type: str) -> str | None:
-    """Return an unsupported media type; None for a supported one.
-
-    Many clients send the same media type for every image, so the content determines the format.
-    """
-    return None if mime_type in MIME_TYPES else mime_type
-
-
-def _not_a_image(part: ImagePart, config: Config, *, is_data: bool) -> ApiError:
+def _wrong_url(part: ImagePart, config: Config, *, is_data: bool) -> ApiError:
     scheme = "data" if is_data else part.url[:32].partition(":")[0].lower()
+    code = "invalid_image_url"
     if scheme == "data":
-        return invalid(
-            "A data URL must read data:image/TYPE;base64,DATA.",
-            param=f"{part.path}.url",
-            code="invalid_image_url",
-        )
-    if scheme not in ("http", "https"):
-        return invalid(
-            "The url must be a data: URL with a base64 image.",
-            param=f"{part.path}.url",
-            code="invalid_image_url",
-        )
-    if _host(part.url) in config.media.allowed_domains:
-        return invalid(
-            "This domain is allowed, but fetching is not built yet: send a data: URL.",
-            param=f"{part.path}.url",
-            code="image_fetch_unsupported",
-        )
-    return invalid(
-        "This service fetches no images from this address: send a data: URL.",
-        param=f"{part.path}.url",
-        code="image_url_not_allowed",
-    )
+        message = "A data URL must read data:image/TYPE;base64,DATA."
+    elif scheme not in ("http", "https"):
+        message = "The url must be a data: URL with a base64 image."
+    elif _host(part.url) in config.media.allowed_domains:
+        message = "This domain is allowed, but fetching is not built yet: send a data: URL."
+        code = "image_fetch_unsupported"
+    else:
+        message = "This service fetches no images from this address: send a data: URL."
+        code = "image_url_not_allowed"
+    return invalid(message, param=f"{part.path}.url", code=code)
 
 
 def _host(url: str) -> str | None:

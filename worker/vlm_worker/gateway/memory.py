@@ -72,7 +72,6 @@ class MemoryBudget:
 
     @property
     def used_in_all(self) -> int:
-        """Bytes that all requests hold."""
         return self._of_kind.total()
 
     def hold(self, tenant: str, *, shared: bool) -> MemoryReservation:

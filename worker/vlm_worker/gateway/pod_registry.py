@@ -19,15 +19,16 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import aclosing
+from typing import Self
 
 from vlm_worker.client import WorkerClient
-from vlm_worker.errors import IncompatibleError, PeerLostError, WorkerError
+from vlm_worker.errors import DrainingError, IncompatibleError, PeerLostError, WorkerError
 from vlm_worker.gateway.discovery import KnownPod
 from vlm_worker.route import Candidate
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import RequestKey, Role, Stage
 from vlm_worker.wire.messages import Hello, Load
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class PodConnection:
 
 
 class Registry:
-    """All worker connections, by pod name."""
+    """All worker connections; `peers` has them by pod name."""
 
     def __init__(
         self,
@@ -112,9 +113,9 @@ class Registry:
         self._clock = clock
         self._held: Counter[Role] = Counter()
         self._lost_at: dict[Stage, float] = {}
-        self._peers: dict[str, PodConnection] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._waiters = Waiters()
+        self.peers: dict[str, PodConnection] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self.waiters = Waiters()
 
     def apply(self, pods: Sequence[KnownPod]) -> None:
         """Set the known pods: connect to new ones, close removed ones.
@@ -122,30 +123,25 @@ class Registry:
         A pod with a new address is a new pod.
         """
         wanted = {pod.name: pod for pod in pods}
-        for name, peer in list(self._peers.items()):
+        for name, peer in list(self.peers.items()):
             pod = wanted.get(name)
             if pod is None or pod.address != peer.pod.address:
-                self._disconnect(self._peers.pop(name))
+                self._disconnect(self.peers.pop(name))
             elif pod != peer.pod:
                 peer.pod = pod
                 peer.news.set()
-                self._notify()
+                self.waiters.notify()
         for name, pod in wanted.items():
-            if name not in self._peers:
-                peer = self._peers[name] = PodConnection(
+            if name not in self.peers:
+                peer = self.peers[name] = PodConnection(
                     pod, self._connect(pod.address, timers=self.timers)
                 )
                 peer.task = asyncio.create_task(self._follow(peer), name=f"follow {name}")
 
     def candidates(self) -> list[Candidate]:
         """Return every worker that answered Hello, in the order of names."""
-        found = (peer.candidate for _, peer in sorted(self._peers.items()))
+        found = (peer.candidate for _, peer in sorted(self.peers.items()))
         return [candidate for candidate in found if candidate is not None]
-
-    @property
-    def by_name(self) -> Mapping[str, PodConnection]:
-        """The connections by pod name, for tests and messages."""
-        return self._peers
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[WorkerClient]:
@@ -154,7 +150,7 @@ class Registry:
         Raises:
             PeerLostError: the pod is not known any more.
         """
-        peer = self._peers.get(name)
+        peer = self.peers.get(name)
         if peer is None:
             raise PeerLostError(f"{name} is gone")
         peer.num_inflight += 1
@@ -182,41 +178,34 @@ class Registry:
 
     def refused(self, boot_id: bytes) -> None:
         """Mark a worker as draining, before its next load report."""
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             if peer.hello is not None and peer.hello.boot_id == boot_id:
                 peer.refuses = True
-                self._notify()
+                self.waiters.notify()
 
     def lost_at(self, stage: Stage) -> float | None:
         """Return when a pod with this stage was last lost or removed; None if never."""
         return self._lost_at.get(stage)
 
-    async def wait_until(
-        self, condition: Callable[[], bool], *, timeout: float, group: Hashable = None
-    ) -> bool:
-        """Wait until a condition on the known pods holds; return False after `timeout` seconds.
-
-        The condition must not depend on load: a load report wakes waiters only if the worker starts
-        or stops accepting. All waiters of a `group` must have the same condition.
-        """
-        return await self._waiters.wait_until(condition, timeout=timeout, group=group)
+    def start(self, work: Coroutine[None, None, None], *, name: str) -> None:
+        """Run `work` as a task that outlives its request. `work` must handle its errors."""
+        task = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Close all connections, each after its last request."""
-        for peer in self._peers.values():
+        """Close all connections, each after its last request, and end the background tasks."""
+        while self._background:
+            await asyncio.gather(*self._background)
+        for peer in self.peers.values():
             self._disconnect(peer)
-        self._peers.clear()
-        await asyncio.gather(*self._closing)
-
-    def _notify(self) -> None:
-        self._waiters.notify()
+        self.peers.clear()
+        await asyncio.gather(*self._background)
 
     def _disconnect(self, peer: PodConnection) -> None:
         self._note_loss(peer)
-        task = asyncio.create_task(self._close(peer), name=f"close {peer.pod.name}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        self._notify()
+        self.start(self._close(peer), name=f"close {peer.pod.name}")
+        self.waiters.notify()
 
     async def _close(self, peer: PodConnection) -> None:
         if peer.task is not None:
@@ -236,7 +225,7 @@ class Registry:
                 self._check(hello)
                 peer.hello, peer.load, peer.num_others = hello, None, 0
                 peer.refuses, peer.unusable_reason = False, ""
-                self._notify()
+                self.waiters.notify()
                 logger.info("worker found", extra={"pod": peer.pod.name, "role": hello.role})
                 delay = timers.retry
                 await self._follow_load(peer)
@@ -264,7 +253,7 @@ class Registry:
                 accepted = peer.accepts
                 peer.report(load)
                 if peer.accepts != accepted:
-                    self._notify()
+                    self.waiters.notify()
 
     def _lost(self, peer: PodConnection, error: Exception) -> None:
         if str(error) != peer.unusable_reason:
@@ -273,7 +262,7 @@ class Registry:
         peer.unusable_reason = str(error)
         self._note_loss(peer)
         peer.hello, peer.load, peer.num_others = None, None, 0
-        self._notify()
+        self.waiters.notify()
 
     def _note_loss(self, peer: PodConnection) -> None:
         if peer.hello is not None:
@@ -300,14 +289,67 @@ async def _comes_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 def static_pods(addresses: Sequence[str]) -> list[KnownPod]:
-    """Return workers at fixed addresses as pods."""
     return [KnownPod(name=address, address=address) for address in addresses]
+
+
+class PodsInUse:
+    """The pods that the attempt `key` has called. The end of the context releases them.
+
+    Attributes:
+        failed_boot_ids: boot ids of the pods that failed.
+        decoding: the decode pod sends tokens, so a later failure is not its producer's.
+    """
+
+    def __init__(self, key: RequestKey, registry: Registry) -> None:
+        self.failed_boot_ids: set[bytes] = set()
+        self.decoding = False
+        self._key = key
+        self._registry = registry
+        self._used = contextlib.ExitStack()
+        self._clients: dict[str, WorkerClient] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._used.close()
+
+    def client(self, pod: Candidate) -> WorkerClient:
+        """Return the client of a pod, which counts as in use until the attempt ends."""
+        client = self._clients.get(pod.name)
+        if client is None:
+            client = self._used.enter_context(self._registry.use(pod.name))
+            self._clients[pod.name] = client
+        return client
+
+    @contextlib.contextmanager
+    def record_failure(self, pod: Candidate, *producers: Candidate) -> Iterator[None]:
+        """Record failures: of the called pod, and of the producers that it fetches from."""
+        try:
+            yield
+        except DrainingError:
+            self._registry.refused(pod.boot_id)
+            self.failed_boot_ids.add(pod.boot_id)
+            raise
+        except WorkerError:
+            self.failed_boot_ids.add(pod.boot_id)
+            if not self.decoding:
+                self.failed_boot_ids.update(producer.boot_id for producer in producers)
+            raise
+
+    def cancel_everywhere(self) -> None:
+        """Cancel the attempt on all its pods, in the background."""
+        for name in self._clients:
+            self._registry.start(self._cancel(name), name=f"cancel {self._key.request_id}")
+
+    async def _cancel(self, name: str) -> None:
+        """Cancel the attempt on one pod. A lost pod needs no cancellation."""
+        with contextlib.suppress(WorkerError), self._registry.use(name) as client:
+            await client.cancel(self._key, timeout=self._registry.timers.cancel)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Waiter:
-    """A waiting request."""
-
     condition: Callable[[], bool]
     helped: asyncio.Future[None]
 
@@ -328,8 +370,9 @@ class Waiters:
     ) -> bool:
         """Wait until `condition` holds after a change; return False after `timeout` seconds.
 
-        All waiters of a `group` have the same condition. Without a group, the waiter's condition is
-        checked after every change.
+        The condition must not depend on load: a load report wakes waiters only if the worker starts
+        or stops accepting. All waiters of a `group` have the same condition. Without a group, the
+        waiter's condition is checked after every change.
         """
         if condition():
             return True

@@ -39,12 +39,10 @@ class Prompt:
 
     @property
     def num_image_tokens(self) -> int:
-        """Number of placeholders."""
         return sum(self.counts)
 
     @property
     def num_text_tokens(self) -> int:
-        """Number of all other tokens."""
         return len(self.token_ids) - self.num_image_tokens
 
 
@@ -74,11 +72,9 @@ class PromptBuilder:
         self.token_texts = TokenTexts(self.tokenizer)
 
     def chat(self, messages: Sequence[Message], counts: Sequence[int]) -> Prompt:
-        """Build the prompt of a conversation.
+        """Build the prompt of a conversation without skipped images.
 
-        Args:
-            messages: the conversation without skipped images.
-            counts: visual tokens of each image, in order.
+        `counts` are the visual tokens of each image, in order.
 
         Raises:
             ApiError: 400; the model has no template, or the template rejects the conversation.
@@ -105,7 +101,6 @@ class PromptBuilder:
         return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
 
     def completion(self, text: str) -> Prompt:
-        """Build the prompt of a plain text."""
         return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))
 
     def least_tokens(self, num_bytes: int) -> int:
@@ -133,26 +128,20 @@ def check_context(
     Raises:
         ApiError: 400 `context_length_exceeded`; the message has the numbers.
     """
-    room = limit - len(prompt.token_ids)
-    if room >= (max_tokens or 1):
-        return room if max_tokens is None else max_tokens
-    if room < 1:
-        raise context_exceeded(
-            f"the prompt has {len(prompt.token_ids)} ({prompt.num_text_tokens} of text, "
-            f"{prompt.num_image_tokens} of images)",
-            limit,
-            param,
-        )
-    raise context_exceeded(
+    num_free = limit - len(prompt.token_ids)
+    if num_free >= (max_tokens or 1):
+        return num_free if max_tokens is None else max_tokens
+    what = (
         f"the prompt has {len(prompt.token_ids)} ({prompt.num_text_tokens} of text, "
-        f"{prompt.num_image_tokens} of images) and '{max_tokens_param}' asks for {max_tokens}",
-        limit,
-        max_tokens_param,
+        f"{prompt.num_image_tokens} of images)"
     )
+    if num_free < 1:
+        raise context_exceeded(what, limit, param)
+    what = f"{what} and '{max_tokens_param}' asks for {max_tokens}"
+    raise context_exceeded(what, limit, max_tokens_param)
 
 
 def context_exceeded(what: str, limit: int, param: str) -> ApiError:
-    """Return the 400 error of a request that exceeds the context."""
     return invalid(
         f"The context of this model is {limit} tokens; {what}.",
         param=param,
@@ -248,7 +237,6 @@ class PieceEncoder:
 
     @property
     def control_tokens(self) -> list[str]:
-        """The tokenizer's special tokens."""
         return list(self._control)
 
     def encode(self, pieces: Sequence[PromptPiece]) -> list[int]:

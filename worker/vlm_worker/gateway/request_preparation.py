@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from vlm_worker.gateway.api.data_urls import BodyBytes
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
@@ -25,7 +24,7 @@ from vlm_worker.gateway.api.requests import (
     parse_chat,
     parse_completion,
 )
-from vlm_worker.gateway.api.schema import JsonBody, read_json
+from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.memory import MemoryReservation
@@ -104,16 +103,19 @@ class Preparer:
         request_id: str,
         tenant: str,
     ) -> PreparedRequest:
-        """Prepare a chat request. Raises ApiError that names the invalid field."""
         messages = _without(request.messages, [i for i, p in enumerate(found) if p is None])
         images = tuple(p for p in found if p is not None)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
         num_bytes = self._check_length(texts, config, "messages")
-        prompt_of = functools.partial(self._chat_prompt, messages, images)
-        prompt = await _encode(functools.partial(prompt_of, frozenset()), num_bytes)
+
+        def build(dropped: frozenset[int]) -> Prompt:
+            counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
+            return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
+
+        prompt = await _encode(functools.partial(build, frozenset()), num_bytes)
 
         def prompt_without(dropped: frozenset[int]) -> Prompt:
-            return prompt_of(dropped) if dropped else prompt
+            return build(dropped) if dropped else prompt
 
         ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
         return self._prepared_request(ask, prompt_without, images)
@@ -121,7 +123,6 @@ class Preparer:
     async def completion(
         self, request: CompletionRequest, config: Config, *, request_id: str, tenant: str
     ) -> PreparedRequest:
-        """Prepare a completion request."""
         self.check_model(request.options.model)
         num_bytes = self._check_length([request.prompt], config, "prompt")
         prompt = await _encode(
@@ -136,8 +137,7 @@ class Preparer:
         prompt_without: Callable[[frozenset[int]], Prompt],
         images: tuple[RequestImage, ...],
     ) -> PreparedRequest:
-        self._check_biases(ask.options.sampling)
-        self._check_priority(ask.options.sampling)
+        self._check_sampling(ask.options.sampling)
         max_tokens = check_context(
             prompt_without(frozenset()),
             ask.options.max_tokens,
@@ -174,30 +174,20 @@ class Preparer:
                 code="model_not_found",
             )
 
-    def _check_biases(self, options: SamplingOptions) -> None:
+    def _check_sampling(self, options: SamplingOptions) -> None:
         vocab_size = self.prompt_builder.family.vocab_size
         if any(token_id >= vocab_size for token_id, _ in options.logit_bias):
             raise invalid(
                 f"'logit_bias' names a token that the model does not have; its ids are below "
                 f"{vocab_size}.",
                 param="logit_bias",
-                code="invalid_value",
             )
-
-    def _check_priority(self, options: SamplingOptions) -> None:
         if options.priority > 0 and not self.any_priority:
             raise invalid(
                 "'priority' must be 0 or more: on this service a client may let others go first, "
                 "not go before them.",
                 param="priority",
-                code="invalid_value",
             )
-
-    def _chat_prompt(
-        self, messages: Sequence[Message], images: Sequence[RequestImage], dropped: frozenset[int]
-    ) -> Prompt:
-        counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
-        return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
 
     def _check_length(self, texts: Sequence[str], config: Config, param: str) -> int:
         """Reject a prompt that cannot fit, before encoding; return the bytes of all texts.
@@ -230,7 +220,6 @@ def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
         raise invalid(
             "A long data URL stands where no image is expected; it belongs into 'image_url.url'.",
             param=None,
-            code="invalid_value",
         )
 
 

@@ -1,28 +1,26 @@
-"""Writes an answer to the client: tokens in, text out, as a stream or as one body.
+"""Writes an answer in the format that OpenAI's client reads, as a stream or as one body.
 
-tokens of a choice ─▶ TextAssembler ─▶ ResponseWriter ─▶ ASGI send
+tokens of a choice ─▶ TextAssembler ─▶ ResponseWriter ─▶ Envelope, Shape ─▶ ASGI send
+
+One field is an extension: `timing`, on a whole answer and on the last chunks of a stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from vlm_worker.gateway.api.answers import (
-    DONE,
-    PING,
-    ChosenToken,
-    Envelope,
-    Usage,
-    encode,
-    event,
-    timing,
-)
+import msgspec
+
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.detokenization import TextAssembler, TextChunk
+from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.types import FinishReason, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -55,22 +53,26 @@ class Response:
         await self._put({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self) -> None:
-        """End the stream."""
         await self._put({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        """Send a complete JSON response."""
         fixed = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, {**fixed, **headers})
         await self._put({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error: as an HTTP error, or as an event if the stream has started."""
-        if self.started:
-            await self.write(event(error.body))
-            await self.end()
-        else:
-            await self.whole(error.status, encode(error.body), error.headers)
+        """Send an error to a client that is still there.
+
+        It is an HTTP error, or an event if the stream has started.
+        """
+        try:
+            if self.started:
+                await self.write(event(error.body))
+                await self.end()
+            else:
+                await self.whole(error.status, encode(error.body), error.headers)
+        except ClientGoneError:
+            logger.debug("the client disconnected before the error was sent")
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
@@ -101,16 +103,16 @@ class ResponseWriter:
         envelope: Envelope,
         *,
         stream: bool,
-        pieces: Sequence[TextAssembler],
+        assemblers: Sequence[TextAssembler],
         with_logprobs: bool,
         trace: Trace,
         on_token: Callable[[int], None],
     ) -> None:
-        """`pieces` has one assembler per choice; `on_token` gets the choice of each token."""
+        """`assemblers` has one per choice; `on_token` gets the choice of each token."""
         self._response = response
         self._envelope = envelope
         self._stream = stream
-        self._pieces = pieces
+        self._assemblers = assemblers
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
@@ -119,20 +121,20 @@ class ResponseWriter:
 
     async def emit(self, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Deliver a token of a choice; return False once a stop string is complete."""
-        assembler = self._pieces[index]
+        assembler = self._assemblers[index]
         await self._put(index, assembler.feed(token_id, logprobs))
         self._on_token(index)
         return not assembler.stopped
 
     async def finish(self, index: int, finish_reason: str) -> None:
         """End a choice. Its held text may complete a stop string; the reason is then `stop`."""
-        assembler = self._pieces[index]
+        assembler = self._assemblers[index]
         await self._put(index, assembler.finish())
         if assembler.stopped:
             finish_reason = FinishReason.STOP
         shape = self._envelope.shape
         if self._stream:
-            last = shape.last(index, finish_reason)
+            last = [shape.last(index, finish_reason)]
             await self._response.write(self._envelope.chunk(last, extra=self._timing))
             return
         held = self._held[index]
@@ -149,7 +151,7 @@ class ResponseWriter:
             await self._response.whole(200, body, {})
             return
         if envelope.include_usage:
-            await self._response.write(envelope.usage_chunk(usage, extra=self._timing))
+            await self._response.write(envelope.chunk([], usage=usage, extra=self._timing))
         await self._response.write(DONE)
         await self._response.end()
 
@@ -165,7 +167,14 @@ class ResponseWriter:
 
     @property
     def _timing(self) -> dict[str, Any]:
-        return {"timing": timing(self._trace.ttft, self._trace.stages())}
+        """The extension `timing` in milliseconds. The rounded stages add up to `ttft_ms`."""
+        stages = self._trace.stages()
+        return {
+            "timing": {
+                "ttft_ms": round(self._trace.ttft * 1000, 3),
+                "stages": {stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
+            }
+        }
 
     def _shown(self, tokens: Sequence[ChosenToken]) -> Sequence[ChosenToken] | None:
         return tokens if self._with_logprobs else None
@@ -176,10 +185,171 @@ class ResponseWriter:
         if not self._stream:
             held.append(piece)
         elif first or piece:
-            shape = self._envelope.shape
-            choice = (shape.first if first else shape.next)(
-                index, piece.text, self._shown(piece.tokens)
-            )
-            await self._response.write(self._envelope.chunk(choice))
+            tokens = self._shown(piece.tokens)
+            choice = self._envelope.shape.next(index, piece.text, tokens, is_first=first)
+            await self._response.write(self._envelope.chunk([choice]))
         if first:
             self._trace.first_byte_left()
+
+
+Tokens = Sequence[ChosenToken] | None
+"""The tokens of a text with their log-probabilities; None if not requested."""
+
+
+def chat_body(tokens: Tokens) -> dict[str, Any] | None:
+    """Return `logprobs` of a chat's choice."""
+    if tokens is None:
+        return None
+    content = [one.chosen.body | {"top_logprobs": [t.body for t in one.top]} for one in tokens]
+    return {"content": content, "refusal": None}
+
+
+def completion_body(tokens: Tokens) -> dict[str, Any] | None:
+    """Return `logprobs` of a completion's choice; `top_logprobs` include the chosen token."""
+    if tokens is None:
+        return None
+    return {
+        "tokens": [one.chosen.text for one in tokens],
+        "token_logprobs": [one.chosen.logprob for one in tokens],
+        "top_logprobs": [
+            {likely.text: likely.logprob for likely in (*one.top, one.chosen)} for one in tokens
+        ],
+        "text_offset": [one.offset for one in tokens],
+    }
+
+
+encode = msgspec.json.Encoder().encode
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request; image tokens are the placeholders of images.
+
+    The prompt counts once for all choices; their completion tokens are added up.
+    """
+
+    image_tokens: int
+    text_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's `usage`, with details."""
+        prompt_tokens = self.image_tokens + self.text_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "image_tokens": self.image_tokens,
+                "text_tokens": self.text_tokens,
+                "audio_tokens": 0,
+            },
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }
+
+
+class ChatShape:
+    """Format of the choices of `/v1/chat/completions`."""
+
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    id_prefix = "chatcmpl-"
+
+    def next(self, index: int, text: str, tokens: Tokens, *, is_first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if is_first else {}
+        return _choice(index, delta=role | {"content": text}, logprobs=chat_body(tokens))
+
+    def last(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return _choice(index, delta={}, finish_reason=finish_reason)
+
+    def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return _choice(
+            index, message=message, logprobs=chat_body(tokens), finish_reason=finish_reason
+        )
+
+
+class CompletionShape:
+    """Format of the choices of `/v1/completions`."""
+
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
+    id_prefix = "cmpl-"
+
+    def next(self, index: int, text: str, tokens: Tokens, *, is_first: bool) -> dict[str, Any]:
+        del is_first  # only a chat has roles
+        return _choice(index, text=text, logprobs=completion_body(tokens))
+
+    def last(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return _choice(index, text="", finish_reason=finish_reason)
+
+    def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
+        return _choice(
+            index, text=text, logprobs=completion_body(tokens), finish_reason=finish_reason
+        )
+
+
+Shape = ChatShape | CompletionShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Envelope:
+    """The common fields of all chunks of one answer."""
+
+    shape: Shape
+    request_id: str
+    created: int
+    model: str
+    include_usage: bool
+
+    def chunk(
+        self,
+        choices: list[dict[str, Any]],
+        *,
+        usage: Usage | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        """Return a server-sent event. The last one of a stream has the usage and no choice."""
+        body = self._body(self.shape.chunk_object, choices)
+        if self.include_usage:
+            body["usage"] = usage.body if usage else None
+        return event(body | (extra or {}))
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage, *, extra: dict[str, Any]) -> bytes:
+        body = self._body(self.shape.whole_object, choices) | {"usage": usage.body}
+        return encode(body | extra)
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.shape.id_prefix + self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Return `body` as a server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"
+
+
+def _choice(
+    index: int,
+    *,
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+    **content: Any,
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,1 +1,1 @@
-"""OpenAI's API as values: validated requests, answers and errors."""
+"""OpenAI's API as values: validated requests and errors."""

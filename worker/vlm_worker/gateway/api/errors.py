@@ -70,7 +70,7 @@ class ApiError(Exception):
         return "invalid" if self.status < 500 else "error"
 
 
-def invalid(message: str, *, param: str | None, code: str | None = None) -> ApiError:
+def invalid(message: str, *, param: str | None, code: str | None = "invalid_value") -> ApiError:
     """400: the request can never succeed as sent."""
     return ApiError(400, message, param=param, code=code)
 
@@ -78,11 +78,6 @@ def invalid(message: str, *, param: str | None, code: str | None = None) -> ApiE
 def unsupported(param: str, message: str) -> ApiError:
     """400: OpenAI has the parameter, but this server does not support it."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
-
-
-def too_large(message: str, *, param: str | None, code: str) -> ApiError:
-    """413: more bytes than the limit."""
-    return ApiError(413, message, param=param, code=code)
 
 
 def unauthorized() -> ApiError:
@@ -135,11 +130,6 @@ def overloaded(message: str, *, retry_after_seconds: float) -> ApiError:
         code="overloaded",
         retry_after_seconds=retry_after_seconds,
     )
-
-
-def full(error: worker_errors.OverloadedError) -> ApiError:
-    """429: a limit of this gateway is reached; the message is that of `error`."""
-    return overloaded(str(error), retry_after_seconds=error.retry_after_seconds)
 
 
 def internal(request_id: str) -> ApiError:

@@ -33,8 +33,6 @@ ChatRole = Literal["system", "user", "assistant"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextPart:
-    """Text in a message."""
-
     text: str
 
 
@@ -59,7 +57,6 @@ class Message:
 
     @property
     def parts(self) -> tuple[TextPart | ImagePart, ...]:
-        """The content as parts."""
         return (TextPart(self.content),) if isinstance(self.content, str) else self.content
 
 
@@ -73,7 +70,6 @@ def parse_message(path: str, value: Any) -> Steps[Message]:
         raise invalid(
             f"'{path}.role' must be one of 'system', 'developer', 'user', 'assistant'.",
             param=f"{path}.role",
-            code="invalid_value",
         )
     refuse(fields, schema.MESSAGE)
     content = fields.take("content")
@@ -95,9 +91,7 @@ def _content(
         )
     if not 1 <= len(value) <= MAX_PARTS:
         raise invalid(
-            f"'{path}' must have 1 to {MAX_PARTS} parts, it has {len(value)}.",
-            param=path,
-            code="invalid_value",
+            f"'{path}' must have 1 to {MAX_PARTS} parts, it has {len(value)}.", param=path
         )
     parts = []
     for index, item in enumerate(value):
@@ -110,18 +104,14 @@ def _part(path: str, value: Any, role: ChatRole) -> TextPart | ImagePart:
     fields = Fields(path, value)
     kind = fields.required_text("type", max_length=64)
     if kind == "text":
-        text = fields.text("text", max_length=MAX_TEXT)
-        if text is None:
-            raise fields.missing("text")
+        part = TextPart(fields.required_text("text", max_length=MAX_TEXT, min_length=0))
         fields.done()
-        return TextPart(text)
+        return part
     if kind != "image_url":
         raise _unknown_part(path, kind)
     if role != "user":
         raise invalid(
-            f"'{path}' is an image in a {role} message; images go into user messages.",
-            param=path,
-            code="invalid_value",
+            f"'{path}' is an image in a {role} message; images go into user messages.", param=path
         )
     # Ignored: cache keys depend on the content only, never on a client's name for an image.
     fields.text("uuid", max_length=128)
@@ -138,9 +128,7 @@ def _part(path: str, value: Any, role: ChatRole) -> TextPart | ImagePart:
 def _unknown_part(path: str, kind: str) -> ApiError:
     if kind in ("input_audio", "file", "refusal", "video_url", "image_embeds"):
         return unsupported(f"{path}.type", f"'{path}.type' is '{kind}', which is not built.")
-    return invalid(
-        f"'{path}.type' must be 'text' or 'image_url'.", param=f"{path}.type", code="invalid_value"
-    )
+    return invalid(f"'{path}.type' must be 'text' or 'image_url'.", param=f"{path}.type")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,7 +151,12 @@ def parse_sampling(fields: Fields, num_logprobs: int | None) -> SamplingOptions:
     """Take the parameters of both endpoints. Raises ApiError that names the invalid one."""
     given = {}
     for field, parameter in PARAMETERS:
-        value = fields.parameter(field, parameter)
+        value: float | bool | None
+        if field.kind is bool:
+            value = fields.boolean(field.name)
+        else:
+            take = fields.integer if field.kind is int else fields.number
+            value = take(field.name, minimum=parameter.minimum, maximum=parameter.maximum)
         if value is not None:
             given[field.name] = field.default if value == parameter.unset else value
     priority = fields.integer("priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
@@ -181,22 +174,15 @@ def chat_logprobs(fields: Fields) -> int | None:
     wanted = fields.boolean("logprobs") or False
     num_top = fields.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
     if num_top is not None and not wanted:
-        raise invalid(
-            "'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value"
-        )
+        raise invalid("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     return (num_top or 0) if wanted else None
-
-
-def completion_logprobs(fields: Fields) -> int | None:
-    """Return `num_logprobs` from `logprobs` of a completion, a number."""
-    return fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     biases = fields.child("logit_bias")
     if biases is None:
         return ()
-    names = list(biases.names())
+    names = biases.names()
     if len(names) > MAX_LOGIT_BIASES:
         raise _wrong(f"'logit_bias' may have up to {MAX_LOGIT_BIASES} pairs, it has {len(names)}.")
     pairs = {}
@@ -220,7 +206,7 @@ def _bias(value: Any) -> float:
 
 
 def _wrong(message: str) -> ApiError:
-    return invalid(message, param="logit_bias", code="invalid_value")
+    return invalid(message, param="logit_bias")
 
 
 MAX_MESSAGES = 1024
@@ -247,21 +233,16 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request to `/v1/chat/completions`."""
-
     options: Options
     messages: tuple[Message, ...]
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
-        """All images, in order."""
         return tuple(part for m in self.messages for part in m.parts if isinstance(part, ImagePart))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request to `/v1/completions`."""
-
     options: Options
     prompt: str
 
@@ -287,7 +268,8 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     refuse(fields, schema.EXTRA)
     prompt = _prompt(fields)
     max_tokens, param = _max_tokens(fields, ("max_tokens",))
-    sampling = parse_sampling(fields, completion_logprobs(fields))
+    num_logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    sampling = parse_sampling(fields, num_logprobs)
     best_of = fields.integer("best_of", minimum=1, maximum=MAX_CHOICES)
     options = _options(fields, 16 if max_tokens is None else max_tokens, param, sampling)
     if best_of not in (None, options.num_choices):
@@ -306,7 +288,6 @@ def _messages(values: Sequence[Any]) -> Steps[tuple[Message, ...]]:
             raise invalid(
                 f"The messages may have up to {MAX_PARTS} parts in all; there are more.",
                 param=f"messages[{index}].content",
-                code="invalid_value",
             )
         yield
     return tuple(parsed)
@@ -339,7 +320,6 @@ def _max_tokens(fields: Fields, names: Sequence[str]) -> tuple[int | None, str]:
         raise invalid(
             "'max_tokens' and 'max_completion_tokens' are two names of one limit; they differ.",
             param="max_tokens",
-            code="invalid_value",
         )
     return (next(iter(given.values())), next(iter(given))) if given else (None, names[0])
 
@@ -351,9 +331,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     if isinstance(value, list):
         if len(value) > MAX_STOPS:
             raise invalid(
-                f"'stop' may have up to {MAX_STOPS} strings, it has {len(value)}.",
-                param="stop",
-                code="invalid_value",
+                f"'stop' may have up to {MAX_STOPS} strings, it has {len(value)}.", param="stop"
             )
         named = [(f"stop[{i}]", item) for i, item in enumerate(value)]
     else:
@@ -368,9 +346,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     if options is None:
         return False
     if not stream:
-        raise invalid(
-            "'stream_options' needs 'stream': true.", param="stream_options", code="invalid_value"
-        )
+        raise invalid("'stream_options' needs 'stream': true.", param="stream_options")
     include = options.boolean("include_usage") or False
     options.only("include_obfuscation", (False,), "chunks are not padded.")
     options.done()
@@ -390,13 +366,9 @@ def _metadata(fields: Fields) -> dict[str, str] | None:
     metadata = fields.child("metadata")
     if metadata is None:
         return None
-    names = list(metadata.names())
+    names = metadata.names()
     if len(names) > 16:
-        raise invalid(
-            f"'metadata' may have up to 16 pairs, it has {len(names)}.",
-            param="metadata",
-            code="invalid_value",
-        )
+        raise invalid(f"'metadata' may have up to 16 pairs, it has {len(names)}.", param="metadata")
     pairs = {}
     for name in names:
         check_text(name, "metadata", max_length=64)

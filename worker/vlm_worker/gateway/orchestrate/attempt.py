@@ -31,13 +31,8 @@ from vlm_worker.gateway.orchestrate.prepared_request import (
     PreparedRequest,
     build_request,
 )
-from vlm_worker.gateway.orchestrate.route_selection import (
-    AdmissionTicket,
-    BackgroundTasks,
-    PodsInUse,
-)
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
-from vlm_worker.gateway.pod_registry import Registry
+from vlm_worker.gateway.pod_registry import PodsInUse, Registry
 from vlm_worker.route import Choice, Demand, Route, another_decode
 from vlm_worker.types import FinishReason, Request, RequestKey, Role, Source
 from vlm_worker.wire.messages import (
@@ -59,7 +54,7 @@ from vlm_worker.wire.messages import (
 
 
 class Attempt:
-    """One attempt; `run` is called once."""
+    """One attempt; `run` is called once. It calls `on_admitted` when a pod admits the request."""
 
     def __init__(
         self,
@@ -70,8 +65,7 @@ class Attempt:
         delivered: DeliveredTokens,
         trace: Trace,
         registry: Registry,
-        background: BackgroundTasks,
-        ticket: AdmissionTicket,
+        on_admitted: Callable[[], None],
     ) -> None:
         self._prepared = prepared
         self._route = route
@@ -81,37 +75,32 @@ class Attempt:
         self._trace = trace
         self._registry = registry
         self._timers = registry.timers
-        self._ticket = ticket
+        self._on_admitted = on_admitted
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pods = PodsInUse(self._key, registry=registry, background=background)
+        self.pods = PodsInUse(self._key, registry)
         self._encoding: Encoding | None = None
         self._reservation: Reservation | None = None
         self._accepted = False
         self._clean = False
-
-    @property
-    def failed_boot_ids(self) -> set[bytes]:
-        """After a failure, the boot ids of the pods to avoid next time."""
-        return self._pods.failed_boot_ids
 
     async def run(self) -> FinishReason:
         """Run the attempt; raises the WorkerError of the call that failed first.
 
         All its calls have ended when it returns or raises.
         """
-        with self._pods:
+        with self.pods:
             try:
                 if self._route.decode is not None:
                     # count it before other requests choose a route, so that they spread
-                    self._pods.client(self._route.decode.pod)
+                    self.pods.client(self._route.decode.pod)
                 self._start(self._serve())
                 return await self._ended
             finally:
                 for task in self._tasks:
                     task.cancel()
                 if not self._clean:
-                    self._pods.cancel_everywhere()
+                    self.pods.cancel_everywhere()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---- the steps -----------------------------------------------------------------------------
@@ -121,7 +110,7 @@ class Attempt:
         self._trace.gateway_waits()
         if self._route.reserve:
             await self._reserve()
-            self._ticket.leave()
+            self._on_admitted()
         encoding = None
         if self._route.encoder is not None:
             encoding = Encoding(self._prepared, self._key, self._route.encoder, self._trace)
@@ -134,8 +123,8 @@ class Attempt:
         await self._prefill(request, sources)
 
     async def _encode_images(self, encoding: Encoding, choice: Choice) -> None:
-        with self._pods.record_failure(choice.pod):
-            await encoding.run(self._pods.client(choice.pod))
+        with self.pods.record_failure(choice.pod):
+            await encoding.run(self.pods.client(choice.pod))
 
     async def _reserve(self) -> None:
         demand = self._prepared.demand(len(self._delivered.token_ids))
@@ -143,8 +132,8 @@ class Attempt:
 
         async def reserve_on(choice: Choice) -> Reservation:
             call = ReserveCall(self._key, demand.num_tokens, last_resort=choice.last_resort)
-            with self._pods.record_failure(choice.pod):
-                return await self._pods.client(choice.pod).reserve(call)
+            with self.pods.record_failure(choice.pod):
+                return await self.pods.client(choice.pod).reserve(call)
 
         with self._trace.stage("decode_reserve"):
             self._decode_choice, self._reservation = await reserve(
@@ -167,8 +156,8 @@ class Attempt:
         self._trace.gateway_waits()
         open_call = self._trace.call()
         encoder = (self._route.encoder.pod,) if self._route.encoder else ()
-        with self._pods.record_failure(choice.pod, *encoder):
-            client = self._pods.client(choice.pod)
+        with self.pods.record_failure(choice.pod, *encoder):
+            client = self.pods.client(choice.pod)
             first_token = False
             async with aclosing(client.prefill(call, timeout=self._timers.prefill)) as replies:
                 try:
@@ -189,7 +178,7 @@ class Attempt:
 
     def _hand_over(self, request: Request, accepted: Accepted) -> None:
         self._accepted = True
-        self._ticket.leave()
+        self._on_admitted()
         if self._decode_choice is not None:
             self._start(self._decode(request, accepted, self._decode_choice))
 
@@ -221,13 +210,13 @@ class Attempt:
             boot_id=reservation.boot_id if reservation else choice.pod.boot_id,
         )
         self._reservation = None
-        with self._pods.record_failure(choice.pod, prefill):
-            client = self._pods.client(choice.pod)
+        with self.pods.record_failure(choice.pod, prefill):
+            client = self.pods.client(choice.pod)
             async with aclosing(client.decode(call, timeout=self._timers.decode)) as replies:
                 async for reply in replies:
                     match reply.event:
                         case Tokens() as tokens:
-                            self._pods.decoding = True
+                            self.pods.decoding = True
                             await self._delivered.deliver(
                                 tokens.first_index, tokens.token_ids, tokens.logprobs
                             )
@@ -256,8 +245,8 @@ class Attempt:
             await asyncio.sleep(self._timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
-                client = self._pods.client(self._decode_choice.pod)
-                with self._pods.record_failure(self._decode_choice.pod):
+                client = self.pods.client(self._decode_choice.pod)
+                with self.pods.record_failure(self._decode_choice.pod):
                     if await client.renew(held.boot_id, [held.reservation_id]):
                         raise GoneError("the reservation on the decode pod is gone")
             encoding = self._encoding
@@ -265,7 +254,7 @@ class Attempt:
                 pod = self._route.encoder.pod
                 # Prefill reports lost embeddings itself.
                 with contextlib.suppress(WorkerError):
-                    await self._pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
+                    await self.pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
 
     # ---- helpers -------------------------------------------------------------------------------
 
@@ -341,7 +330,6 @@ class Encoding:
         raise PeerLostError("the encoder ended its stream before every image was ready")
 
     def source(self, item: int) -> Source:
-        """Return the location of an image's embedding."""
         pod = self._choice.pod
         return Source(
             address=pod.address,

@@ -1,13 +1,26 @@
-"""Generate one answer: attempt after attempt, on another route if a pod is lost or drains."""
+"""Generate one answer: attempt after attempt, on another route if a pod is lost or drains.
+
+Each attempt gets a route. Limits bound its retries, and the wait if a stage has no pod:
+
+retry     a stream that delivered tokens is moved whenever its pods are lost; an attempt that
+          delivered nothing takes from the budget, so that retries add at most a tenth to the load
+patience  a deadline for a pool that lost its pods; later requests share the same deadline
+encoder   a pool at zero: if the settings hold image requests for it, wait until their deadline
+limit     a request beyond the limit of waiting requests gets a 429 with `Retry-After` at once
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final, Self
 
 from vlm_worker.errors import (
     CancelledError,
+    ContextTooLongError,
     CorruptTransferError,
     DrainingError,
     DuplicateError,
@@ -18,18 +31,13 @@ from vlm_worker.errors import (
     PeerLostError,
     WorkerError,
 )
+from vlm_worker.gateway.memory import Bound, FullError
 from vlm_worker.gateway.orchestrate.attempt import Attempt, wait_seconds
 from vlm_worker.gateway.orchestrate.prepared_request import DeliveredTokens, Emit, PreparedRequest
-from vlm_worker.gateway.orchestrate.route_selection import (
-    AdmissionTicket,
-    BackgroundTasks,
-    RetryPolicy,
-    Routing,
-)
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import Registry
 from vlm_worker.route import NoRoute, Route, choose
-from vlm_worker.types import FinishReason
+from vlm_worker.types import FinishReason, Role, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -52,31 +60,16 @@ _RETRYABLE = (
 class Generation:
     """The generation of one choice. `delivered` has the delivered tokens, also after an error.
 
-    The generation releases `ticket` when a pod admits the request. It calls `heartbeat` while the
-    client waits for a pod.
+    The generation releases `ticket` when a pod admits the request.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedRequest,
-        emit: Emit,
-        *,
-        trace: Trace,
-        registry: Registry,
-        background: BackgroundTasks,
-        retry_policy: RetryPolicy,
-        ticket: AdmissionTicket,
-        heartbeat: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._prepared = prepared
-        self._trace = trace
-        self._registry = registry
-        self._background = background
-        self._retry_policy = retry_policy
+    def __init__(self, routing: Routing, emit: Emit, *, ticket: AdmissionTicket) -> None:
+        self._routing = routing
+        self._prepared = routing.prepared
+        self._trace = routing.trace
+        self._registry = routing.registry
+        self._retry_policy = routing.retry_policy
         self._ticket = ticket
-        self._routing = Routing(
-            prepared, trace=trace, registry=registry, retry_policy=retry_policy, heartbeat=heartbeat
-        )
         self._failed: set[bytes] = set()
         self.num_retries = 0
         self.delivered = DeliveredTokens(emit)
@@ -102,8 +95,7 @@ class Generation:
                 delivered=self.delivered,
                 trace=self._trace,
                 registry=self._registry,
-                background=self._background,
-                ticket=self._ticket,
+                on_admitted=self._ticket.leave,
             )
             num_delivered = len(self.delivered.token_ids)
             try:
@@ -122,7 +114,7 @@ class Generation:
 
     async def _make_room(self, error: OverloadedError, attempt: Attempt, deadline: float) -> None:
         """Continue if pods that have not rejected the request exist; else wait and retry."""
-        self._failed |= attempt.failed_boot_ids
+        self._failed |= attempt.pods.failed_boot_ids
         if self._has_other_pods():
             return
         if self._trace.clock() >= deadline:
@@ -130,20 +122,19 @@ class Generation:
         await asyncio.sleep(wait_seconds(error))
 
     def _has_other_pods(self) -> bool:
-        """Whether a route without failed pods exists."""
         route = self._choose()
         return isinstance(route, Route) and self._failed.isdisjoint(p.boot_id for p in route.pods)
 
     async def _settle(self) -> None:
         """If no other pods exist, wait until the lost pods are detected as lost or are back."""
-        await self._registry.wait_until(
+        await self._registry.waiters.wait_until(
             lambda: self._has_other_pods() or isinstance(self._choose(), NoRoute),
             timeout=self._registry.timers.retry,
         )
 
     def _retry(self, error: WorkerError, attempt: Attempt, number: int, *, went_on: bool) -> None:
         """Count a retry. Raise `error` if a limit of the request or of the gateway is reached."""
-        self._failed |= attempt.failed_boot_ids
+        self._failed |= attempt.pods.failed_boot_ids
         self.num_retries += 1
         logger.warning(
             "attempt lost",
@@ -160,3 +151,189 @@ class Generation:
         if not went_on and not self._retry_policy.budget.take(now=self._retry_policy.clock()):
             logger.warning("no retry left", extra={"request_id": self._prepared.request_id})
             raise error
+
+
+# The requests that one pod runs at once: if it fails, all of them may be retried.
+BURST_RETRIES: Final = 256.0
+RETRIES_PER_REQUEST: Final = 0.1
+RETRIES_PER_SECOND: Final = 1.0
+
+
+class RetryBudget:
+    """A token bucket of retries, filled by requests and by time. `now` is in seconds."""
+
+    def __init__(self, burst: float, *, now: float) -> None:
+        self._burst = burst
+        self._left = burst
+        self._filled_at = now
+
+    def request(self) -> None:
+        """Add `RETRIES_PER_REQUEST` for a new request."""
+        self._left = min(self._burst, self._left + RETRIES_PER_REQUEST)
+
+    def take(self, *, now: float) -> bool:
+        """Take a retry; False if none is left."""
+        passed, self._filled_at = now - self._filled_at, now
+        self._left = min(self._burst, self._left + RETRIES_PER_SECOND * passed)
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class RequestLimit:
+    """Limit of requests that no pod has admitted yet."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._tickets: set[AdmissionTicket] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._tickets)
+
+    def check(self) -> None:
+        """Raise FullError, with a retry time, if the limit is reached."""
+        if len(self._tickets) >= self._size:
+            raise FullError(
+                f"{len(self._tickets)} requests wait for a worker already, as many as may.",
+                Bound.WAITING,
+            )
+
+    def enter(self) -> AdmissionTicket:
+        """Admit one more request. Raises as `check` does."""
+        self.check()
+        ticket = AdmissionTicket(self._tickets)
+        self._tickets.add(ticket)
+        return ticket
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AdmissionTicket:
+    """Counts one request, in `tickets`, until a pod admits it or it ends."""
+
+    tickets: set[AdmissionTicket]
+
+    def leave(self) -> None:
+        """Stop counting the request; idempotent."""
+        self.tickets.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.leave()
+
+
+class RetryPolicy:
+    """The retry budget, the patience and the request limit of one gateway.
+
+    After a pool lost its pods, a request waits up to `patience_seconds` for another pod. At most
+    `max_waiting` requests wait for admission by a pod.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience_seconds: float,
+        max_waiting: int,
+        clock: Callable[[], float],
+        burst_retries: float = BURST_RETRIES,
+    ) -> None:
+        self.clock = clock
+        self.patience_seconds = patience_seconds
+        self.budget = RetryBudget(burst_retries, now=clock())
+        self.request_limit = RequestLimit(max_waiting)
+
+
+class NoRouteError(WorkerError):
+    """No pod for a stage of the request; `stage` is the stage, the message the reason."""
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class NoEncoderError(NoRouteError):
+    """No encoder pod, and no other pod may encode the images.
+
+    `held_seconds` is the limit on its wait for one; 0 if the settings allow no wait.
+    """
+
+    def __init__(self, message: str, *, held_seconds: float) -> None:
+        super().__init__(Stage.ENCODER, message)
+        self.held_seconds = held_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routing:
+    """Route selection of one request. It calls `heartbeat` while the request waits."""
+
+    prepared: PreparedRequest
+    trace: Trace
+    registry: Registry
+    retry_policy: RetryPolicy
+    heartbeat: Callable[[], Awaitable[None]]
+
+    async def find(self, choose: Callable[[], Route | NoRoute]) -> Route:
+        """Call `choose` until it returns a route or the request may not wait longer.
+
+        Raises:
+            NoRouteError: a stage has no pod.
+            ContextTooLongError: the prompt exceeds the KV cache of every pod.
+        """
+        route = choose()
+        while _waits(route):
+            assert isinstance(route, NoRoute)
+            left = self._wait_until(route.stage) - self.trace.clock()
+            if left <= 0:
+                break
+            timeout = min(left, self.registry.timers.heartbeat)
+            with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
+                await self.registry.waiters.wait_until(
+                    lambda: not _waits(choose()), timeout=timeout, group=self._lack(route.stage)
+                )
+            route = choose()
+            if isinstance(route, NoRoute):
+                await self.heartbeat()
+        if isinstance(route, Route):
+            return route
+        if route.capacity_tokens is not None:
+            raise ContextTooLongError(f"No pod has KV cache for this request: {route.reason}.")
+        if self._lacks_encoder(route):
+            raise NoEncoderError(route.reason, held_seconds=self.prepared.max_hold_seconds)
+        raise NoRouteError(route.stage, route.reason)
+
+    def _lack(self, stage: Stage) -> tuple[object, ...]:
+        """Return the group of the request: new pods help all requests of a group or none."""
+        prepared = self.prepared
+        return (stage, prepared.inline, bool(prepared.images), prepared.sampling.max_tokens > 1)
+
+    def _lacks_encoder(self, route: NoRoute) -> bool:
+        """Whether only an encoder pod can help."""
+        return route.stage is Stage.ENCODER and not self.prepared.inline
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Count the wait for an encoder pod as time in its queue."""
+        self.trace.gateway_waits()
+        with self.registry.held_for_pool(Role.ENCODER), self.trace.stage("encoder_queue"):
+            yield
+        self.trace.gateway_works()
+
+    def _wait_until(self, stage: Stage) -> float:
+        """Return until when the request waits for a pod of a stage."""
+        until = self._replaced_by(stage)
+        if stage is Stage.ENCODER and not self.prepared.inline:
+            until = max(until, self.trace.received + self.prepared.max_hold_seconds)
+        return until
+
+    def _replaced_by(self, stage: Stage) -> float:
+        """Return until when to wait for a replacement of lost pods; 0 if none was lost."""
+        lost_at = self.registry.lost_at(stage)
+        return 0.0 if lost_at is None else lost_at + self.retry_policy.patience_seconds
+
+
+def _waits(route: Route | NoRoute) -> bool:
+    """Whether a new pod may help; it does not if the prompt fits into no pod."""
+    return isinstance(route, NoRoute) and route.capacity_tokens is None
