@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -33,7 +33,7 @@ from vlm_worker.gateway.orchestrate.prepared_request import (
 )
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import PodsInUse, Registry
-from vlm_worker.route import Choice, Demand, Route, another_decode
+from vlm_worker.route import Choice, Route, another_decode
 from vlm_worker.types import FinishReason, Request, RequestKey, Role, Source
 from vlm_worker.wire.messages import (
     Accepted,
@@ -74,7 +74,6 @@ class Attempt:
         self._delivered = delivered
         self._trace = trace
         self._registry = registry
-        self._timers = registry.timers
         self._on_admitted = on_admitted
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,8 +102,6 @@ class Attempt:
                     self.pods.cancel_everywhere()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ---- the steps -----------------------------------------------------------------------------
-
     async def _serve(self) -> None:
         self._start(self._renew())
         self._trace.gateway_waits()
@@ -127,22 +124,36 @@ class Attempt:
             await encoding.run(self.pods.client(choice.pod))
 
     async def _reserve(self) -> None:
+        """Reserve KV on the first decode pod that accepts; if all are overloaded, wait and retry.
+
+        Raises:
+            WorkerError: the error of the last pod, if the request may not wait or no pod is left.
+        """
+        route, registry = self._route, self._registry
+        assert route.decode is not None
         demand = self._prepared.demand(len(self._delivered.token_ids))
         deadline = self._trace.clock() + self._prepared.max_wait_seconds
-
-        async def reserve_on(choice: Choice) -> Reservation:
-            call = ReserveCall(self._key, demand.num_tokens, last_resort=choice.last_resort)
-            with self.pods.record_failure(choice.pod):
-                return await self.pods.client(choice.pod).reserve(call)
-
+        choice = route.decode
+        refused: set[bytes] = set()
         with self._trace.stage("decode_reserve"):
-            self._decode_choice, self._reservation = await reserve(
-                self._route,
-                demand,
-                reserve_on,
-                registry=self._registry,
-                may_wait=lambda: self._trace.clock() < deadline,
-            )
+            while self._reservation is None:
+                call = ReserveCall(self._key, demand.num_tokens, last_resort=choice.last_resort)
+                try:
+                    with self.pods.record_failure(choice.pod):
+                        reservation = await self.pods.client(choice.pod).reserve(call)
+                    self._decode_choice, self._reservation = choice, reservation
+                except (OverloadedError, DrainingError, PeerLostError) as error:
+                    refused.add(choice.pod.boot_id)
+                    other = another_decode(registry.candidates(), demand, route, frozenset(refused))
+                    if other is None:
+                        may_wait = self._trace.clock() < deadline
+                        if not isinstance(error, OverloadedError) or not may_wait:
+                            raise
+                        with registry.held_for_pool(Role.DECODE):
+                            await asyncio.sleep(wait_seconds(error))
+                        refused.clear()
+                        other = another_decode(registry.candidates(), demand, route, frozenset())
+                    choice = other or choice
 
     async def _prefill(self, request: Request, sources: tuple[Source, ...]) -> None:
         choice = self._route.prefill
@@ -159,7 +170,7 @@ class Attempt:
         with self.pods.record_failure(choice.pod, *encoder):
             client = self.pods.client(choice.pod)
             first_token = False
-            async with aclosing(client.prefill(call, timeout=self._timers.prefill)) as replies:
+            async with aclosing(client.prefill(call, timeout=client.timers.prefill)) as replies:
                 try:
                     async for reply in replies:
                         open_call.report(reply)
@@ -212,7 +223,7 @@ class Attempt:
         self._reservation = None
         with self.pods.record_failure(choice.pod, prefill):
             client = self.pods.client(choice.pod)
-            async with aclosing(client.decode(call, timeout=self._timers.decode)) as replies:
+            async with aclosing(client.decode(call, timeout=client.timers.decode)) as replies:
                 async for reply in replies:
                     match reply.event:
                         case Tokens() as tokens:
@@ -232,7 +243,7 @@ class Attempt:
         if finished.reason is FinishReason.DRAINED:
             raise DrainingError("the decode pod reached its drain deadline")
         try:
-            async with asyncio.timeout(self._timers.control):
+            async with asyncio.timeout(self._registry.timers.control):
                 await self._delivered.wait_for(finished.num_tokens)
         except TimeoutError:
             raise PeerLostError("decode finished, but a token of the answer is missing") from None
@@ -242,7 +253,7 @@ class Attempt:
     async def _renew(self) -> None:
         """Renew the leases until the consumers do, once they have queued the request."""
         while not self._accepted:
-            await asyncio.sleep(self._timers.renew)
+            await asyncio.sleep(self._registry.timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
                 client = self.pods.client(self._decode_choice.pod)
@@ -255,8 +266,6 @@ class Attempt:
                 # Prefill reports lost embeddings itself.
                 with contextlib.suppress(WorkerError):
                     await self.pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
-
-    # ---- helpers -------------------------------------------------------------------------------
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -314,18 +323,18 @@ class Encoding:
         call = self._trace.call(outbound="media")
         images = [image.data for image in self._prepared.images]
         replies = client.encode(self._call(), images, timeout=client.timers.encode)
-        num_left: int | None = None
+        num_remaining: int | None = None
         async with aclosing(replies):
             async for reply in replies:
                 call.report(reply)
                 match reply.event:
                     case Decoded() as decoded:
-                        num_left = self._take(decoded)
-                    case ItemReady() if num_left is not None:
-                        num_left -= 1
+                        num_remaining = self._take(decoded)
+                    case ItemReady() if num_remaining is not None:
+                        num_remaining -= 1
                     case ItemFailed() as failed:
                         raise _of_item(failed)
-                if num_left == 0:
+                if num_remaining == 0:
                     return
         raise PeerLostError("the encoder ended its stream before every image was ready")
 
@@ -384,35 +393,3 @@ MAX_WAIT_SECONDS = 1.0
 def wait_seconds(error: OverloadedError) -> float:
     """Return the retry time of an overloaded pod in seconds, from 0.02 to 1."""
     return min(max(error.retry_after_seconds, MIN_WAIT_SECONDS), MAX_WAIT_SECONDS)
-
-
-async def reserve(
-    route: Route,
-    demand: Demand,
-    reserve_on: Callable[[Choice], Awaitable[Reservation]],
-    *,
-    registry: Registry,
-    may_wait: Callable[[], bool],
-) -> tuple[Choice, Reservation]:
-    """Reserve KV on the first decode pod that accepts; if all are overloaded, wait and retry.
-
-    Raises:
-        WorkerError: the error of the last pod, if the request may not wait or no pod is left.
-    """
-    assert route.decode is not None
-    choice = route.decode
-    refused: set[bytes] = set()
-    while True:
-        try:
-            return choice, await reserve_on(choice)
-        except (OverloadedError, DrainingError, PeerLostError) as error:
-            refused.add(choice.pod.boot_id)
-            other = another_decode(registry.candidates(), demand, route, frozenset(refused))
-            if other is None:
-                if not isinstance(error, OverloadedError) or not may_wait():
-                    raise
-                with registry.held_for_pool(Role.DECODE):
-                    await asyncio.sleep(wait_seconds(error))
-                refused.clear()
-                other = another_decode(registry.candidates(), demand, route, frozenset())
-            choice = other or choice
