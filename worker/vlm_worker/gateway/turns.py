@@ -13,10 +13,9 @@ the client. If a turn ran in each of them, the token would wait for ten turns.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable, Generator
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
@@ -49,31 +48,18 @@ class Turns:
 
     async def run(self, steps: Steps[T]) -> T:
         """Run a computation in turns; return its result. A short one needs no rest."""
-        done = self._turn(steps)
-        while done is None:
+        while True:
+            ends = self._clock() + TURN_SECONDS
+            try:
+                next(steps)
+                while self._clock() < ends:
+                    next(steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
             await self.rest()
-            done = self._turn(steps)
-        return done.result
 
     async def rest(self) -> None:
         """Leave the loop to other tasks, after the rests that were requested earlier."""
         async with self._only:
             await asyncio.sleep(REST_SECONDS)
-
-    def _turn(self, steps: Steps[T]) -> _Done[T] | None:
-        """Compute for one turn; return None if the computation has not ended."""
-        ends = self._clock() + TURN_SECONDS
-        try:
-            while True:
-                next(steps)
-                if self._clock() >= ends:
-                    return None
-        except StopIteration as end:
-            return _Done(end.value)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Done(Generic[T]):
-    """The result of an ended computation."""
-
-    result: T
