@@ -19,7 +19,6 @@ class ApiError(Exception):
 
     Attributes:
         status: the HTTP status.
-        kind: OpenAI's `type`.
         param: the invalid part of the request, as in `messages[1].content[2].image_url`.
         code: a stable identifier for programs.
         retry_after_seconds: sent as `Retry-After`, rounded up.
@@ -30,7 +29,6 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_seconds: float | None = None,
@@ -38,7 +36,6 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind
         self.param = param
         self.code = code
         self.retry_after_seconds = retry_after_seconds
@@ -46,10 +43,11 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body; it always has all four keys."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
                 "message": self.message,
-                "type": self.kind,
+                "type": "rate_limit_error" if self.status == 429 else kind,
                 "param": self.param,
                 "code": self.code,
             }
@@ -92,11 +90,7 @@ def unauthorized() -> ApiError:
 def unavailable(message: str, *, retry_after_seconds: float = 1.0) -> ApiError:
     """503: no worker can serve the request now."""
     return ApiError(
-        503,
-        message,
-        kind="server_error",
-        code="service_unavailable",
-        retry_after_seconds=retry_after_seconds,
+        503, message, code="service_unavailable", retry_after_seconds=retry_after_seconds
     )
 
 
@@ -114,22 +108,13 @@ def no_encoder(*, held_seconds: float) -> ApiError:
 def request_deadline() -> ApiError:
     """504: the client's timeout is over."""
     return ApiError(
-        504,
-        "The time that X-Request-Timeout gives this request is over.",
-        kind="server_error",
-        code="deadline_exceeded",
+        504, "The time that X-Request-Timeout gives this request is over.", code="deadline_exceeded"
     )
 
 
 def overloaded(message: str, *, retry_after_seconds: float) -> ApiError:
     """429: no capacity is free now."""
-    return ApiError(
-        429,
-        message,
-        kind="rate_limit_error",
-        code="overloaded",
-        retry_after_seconds=retry_after_seconds,
-    )
+    return ApiError(429, message, code="overloaded", retry_after_seconds=retry_after_seconds)
 
 
 def internal(request_id: str) -> ApiError:
@@ -137,7 +122,6 @@ def internal(request_id: str) -> ApiError:
     return ApiError(
         500,
         f"The server failed on this request; its log says why under {request_id}.",
-        kind="server_error",
         code="internal_error",
     )
 
