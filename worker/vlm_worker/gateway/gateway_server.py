@@ -49,25 +49,18 @@ def most_connections(settings: GatewaySettings) -> int:
 
 
 class Gateway:
-    """A gateway with bound sockets; `running` creates it."""
+    """A gateway with bound sockets; `running` creates it.
+
+    `url` is the URL of the OpenAI API, `admin_url` that of /stats and /metrics.
+    """
 
     def __init__(
         self, context: GatewayContext, public: socket.socket, admin: socket.socket
     ) -> None:
         self.context = context
-        self._public = public
-        self._admin = admin
+        self.url, self.admin_url = _url(public), _url(admin)
+        self._sockets = (public, admin)
         self._servers: list[Server] = []
-
-    @property
-    def url(self) -> str:
-        """URL of the OpenAI API."""
-        return _url(self._public)
-
-    @property
-    def admin_url(self) -> str:
-        """URL of /stats and /metrics."""
-        return _url(self._admin)
 
     async def serve(self, stop: asyncio.Event, *, notice_seconds: float = NOTICE_SECONDS) -> None:
         """Serve until `stop` is set, then drain; accept new requests for `notice_seconds` more.
@@ -84,7 +77,7 @@ class Gateway:
         ]
         tasks = [
             asyncio.create_task(one.serve(sockets=[sock]))
-            for one, sock in zip(self._servers, (self._public, self._admin), strict=True)
+            for one, sock in zip(self._servers, self._sockets, strict=True)
         ]
         logger.info("gateway serves", extra={"url": self.url, "admin_url": self.admin_url})
         stopping = asyncio.create_task(stop.wait())
