@@ -69,8 +69,8 @@ def fields_of(cls: type[Any]) -> list[Field]:
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
     markers: tuple[Any, ...] = ()
     if typing.get_origin(hint) is Annotated:
-        hint, *found = typing.get_args(hint)
-        markers = tuple(found)
+        hint, *rest = typing.get_args(hint)
+        markers = tuple(rest)
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     if is_union:
         hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)

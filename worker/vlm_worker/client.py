@@ -85,19 +85,19 @@ class WorkerClient:
         self, call: messages.EncodeCall, images: Sequence[bytes | bytearray], *, timeout: float
     ) -> AsyncGenerator[messages.Reply[messages.EncodeEvent]]:
         """Send images; yields Decoded once, then ItemReady or ItemFailed for each."""
-        wanted = asyncio.get_running_loop().create_future()
-        upload = _upload(call, images, wanted)
+        may_send = asyncio.get_running_loop().create_future()
+        upload = _upload(call, images, may_send)
 
         def decide(metadata: Mapping[str, Any]) -> None:
-            wanted.set_result(SEND_IMAGES in metadata)
+            may_send.set_result(SEND_IMAGES in metadata)
 
         try:
             async with aclosing(self._stream("Encode", upload, timeout, decide)) as replies:
                 async for message in replies:
                     yield self._read(messages.ENCODE_REPLY.decode, message)
         finally:
-            if not wanted.done():
-                wanted.set_result(False)
+            if not may_send.done():
+                may_send.set_result(False)
 
     async def reserve(
         self, call: messages.ReserveCall, *, timeout: float | None = None
@@ -132,11 +132,7 @@ class WorkerClient:
     # ---- transfers -----------------------------------------------------------------------------
 
     async def renew(
-        self,
-        boot_id: bytes,
-        transfer_ids: Iterable[str],
-        *,
-        timeout: float | None = None,
+        self, boot_id: bytes, transfer_ids: Iterable[str], *, timeout: float | None = None
     ) -> frozenset[str]:
         """Renew leases and reservations; returns those that are gone."""
         request = messages.RENEW.encode(messages.RenewCall(tuple(transfer_ids), boot_id))
@@ -243,14 +239,14 @@ class WorkerClient:
 
 
 async def _upload(
-    call: messages.EncodeCall, images: Sequence[bytes | bytearray], wanted: asyncio.Future[bool]
+    call: messages.EncodeCall, images: Sequence[bytes | bytearray], may_send: asyncio.Future[bool]
 ) -> AsyncIterator[pb.EncodeRequest]:
-    """The call, then its images if `wanted` becomes True.
+    """The call, then its images if `may_send` becomes True.
 
     Images wait for it because grpc.aio loses the status of a call that ends while it writes.
     """
     yield pb.EncodeRequest(begin=messages.ENCODE_CALL.encode(call))
-    if not await wanted:
+    if not await may_send:
         return
     for item, image in enumerate(images):
         view = memoryview(image)

@@ -12,7 +12,7 @@ from vlm_worker.gateway.body import (
     MAX_BODY_BYTES,
     MAX_REST_BYTES,
     MAX_VALUES,
-    least_bytes,
+    min_bytes,
 )
 from vlm_worker.gateway.memory import (
     CHARACTER_BYTES,
@@ -25,7 +25,7 @@ from vlm_worker.gateway.memory import (
     MemoryBudget,
     declare,
 )
-from vlm_worker.settings.values import LEAST_MEMORY_BYTES
+from vlm_worker.settings.values import MIN_MEMORY_BYTES
 
 events = st.lists(
     st.tuples(
@@ -96,20 +96,20 @@ def test_a_body_that_grows_holds_what_it_has_grown_to() -> None:
 def test_a_body_must_come_as_fast_as_its_whole_length_in_the_time_for_it(
     announced: int, seconds: float
 ) -> None:
-    least = least_bytes(announced, seconds)
+    least = min_bytes(announced, seconds)
     assert least >= 0
     if seconds <= BODY_SILENCE_SECONDS:
         assert least == 0
     if seconds >= BODY_SECONDS:
         assert least >= announced
-    assert least_bytes(announced, seconds + 1) >= least
+    assert min_bytes(announced, seconds + 1) >= least
 
 
 def test_the_largest_body_is_decoded_within_the_least_budget_of_several_tenants() -> None:
-    held = MemoryBudget(LEAST_MEMORY_BYTES).hold("a", shared=True)
+    held = MemoryBudget(MIN_MEMORY_BYTES).hold("a", shared=True)
     held.admit(MAX_BODY_BYTES)
     held.decode(MAX_REST_BYTES, MAX_VALUES)
-    assert held.num_bytes <= LEAST_MEMORY_BYTES
+    assert held.num_bytes <= MIN_MEMORY_BYTES
 
 
 def test_values_are_held_before_they_are_decoded_and_refused_beyond_the_budget() -> None:
@@ -140,5 +140,5 @@ def test_requests_get_what_the_container_leaves_but_never_too_little_for_one(lim
     declared = declare(
         512 << 20, 1000, resident_bytes=80 << 20, kept_bytes=192 << 20, limit_bytes=limit
     )
-    assert LEAST_MEMORY_BYTES <= declared.requests <= 512 << 20
-    assert declared.total <= limit or declared.requests == LEAST_MEMORY_BYTES
+    assert MIN_MEMORY_BYTES <= declared.requests <= 512 << 20
+    assert declared.total <= limit or declared.requests == MIN_MEMORY_BYTES

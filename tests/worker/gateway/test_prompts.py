@@ -161,7 +161,7 @@ def test_a_megabyte_of_placeholders_takes_linear_time() -> None:
 @given(st.text(max_size=200))
 def test_a_text_has_at_least_the_tokens_that_its_bytes_promise(text: str) -> None:
     num_tokens = len(language().tokenizer.encode(text, add_special_tokens=False).ids)
-    assert language().least_tokens(len(text.encode())) <= num_tokens
+    assert language().min_tokens(len(text.encode())) <= num_tokens
 
 
 def test_the_longest_prompt_fits_and_one_more_token_does_not() -> None:

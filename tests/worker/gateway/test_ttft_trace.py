@@ -27,6 +27,6 @@ def test_the_way_to_a_worker_belongs_to_whom_the_call_says(
     now += 2 * WAY + WORK  # there, work, and back
     event = Accepted("t", bytes(16), bytes(16), 10.0)
     call.report(Reply(event, (StageSpan(stage, 0.0, WORK, 1),), WORK))
-    trace.first_byte_left()
+    trace.first_byte_sent()
     owned = {name: seconds for name, seconds in trace.stages().items() if seconds > 1e-9}
     assert owned == pytest.approx(want)

@@ -79,7 +79,7 @@ async def read_body(
                 body.add(chunk)
                 if more and len(body) > UNPACED_BYTES:
                     await turns.rest()
-                if more and len(body) < least_bytes(announced, time.monotonic() - started):
+                if more and len(body) < min_bytes(announced, time.monotonic() - started):
                     raise TimeoutError
     except TimeoutError:
         raise ApiError(
@@ -130,7 +130,7 @@ class BodyBuffer:
         return self._large
 
 
-def least_bytes(announced: int, seconds: float) -> float:
+def min_bytes(announced: int, seconds: float) -> float:
     """Return the bytes that must have arrived after `seconds`.
 
     A slow client would otherwise occupy memory for the announced length.
@@ -185,7 +185,7 @@ def _oversized() -> ApiError:
 
 MAX_REST_BYTES: Final = 4 * 2**20
 """Limit on a body without its images; no context fits more text."""
-LEAST_BYTES: Final = 4096
+MIN_DATA_URL_BYTES: Final = 4096
 """Minimum size of a URL that is taken out. Shorter ones are parsed with the rest."""
 MAX_DEPTH: Final = 32
 MAX_VALUES: Final = 16_384
@@ -297,7 +297,7 @@ def _is_image(body: BodyBytes, start: int, end: int) -> bool:
     A quote after a backslash does not end a string; base64 contains no quote.
     """
     return (
-        end - start > LEAST_BYTES
+        end - start > MIN_DATA_URL_BYTES
         and body[end - 1] != _BACKSLASH
         and _URL_KEY.search(body, max(0, start - _KEY_BYTES), start) is not None
     )

@@ -250,14 +250,14 @@ class Range:
     """`range` for one rendering. A limit on all its steps together bounds nested loops, too."""
 
     def __init__(self) -> None:
-        self._left = MAX_STEPS
+        self._remaining = MAX_STEPS
 
     def __call__(self, *bounds: int) -> range:
-        found = range(*bounds)
-        self._left -= len(found)
-        if self._left < 0:
+        steps = range(*bounds)
+        self._remaining -= len(steps)
+        if self._remaining < 0:
             raise jinja2.TemplateError(f"its ranges have more than {MAX_STEPS} steps")
-        return found
+        return steps
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -171,11 +171,11 @@ class ApiKeys:
         """
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip().encode("utf-8", "surrogateescape"))
-        found = None
+        tenant = None
         for known in self.by_tenant:
             if hmac.compare_digest(known.digest, digest):
-                found = known.tenant
-        return found if scheme.lower() == "bearer" and key.strip() else None
+                tenant = known.tenant
+        return tenant if scheme.lower() == "bearer" and key.strip() else None
 
     def secret_of(self, tenant: str) -> bytes | None:
         """Return the input of a tenant's salt; None if the tenant has no key."""

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from vlm_worker.types import TokenLogprobs
 
-LEAST_LOGPROB: Final = -9999.0
+MIN_LOGPROB: Final = -9999.0
 """OpenAI's value for a token of probability 0, because JSON has no infinity."""
 
 
@@ -127,7 +127,7 @@ class TextAssembler:
         )
 
     def _likely(self, token_id: int, logprob: float) -> LikelyToken:
-        return LikelyToken(*self._texts.of(token_id), max(logprob, LEAST_LOGPROB))
+        return LikelyToken(*self._texts.of(token_id), max(logprob, MIN_LOGPROB))
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -136,11 +136,7 @@ class Endpoint:
             choices = exchange.choices = Choices(
                 context, prepared, options.num_choices, writer=writer, trace=trace, ticket=ticket
             )
-            ends = (
-                until_disconnect(receive),
-                drain_deadline(context),
-                request_deadline(trace, timeout),
-            )
+            ends = until_disconnect(receive), drain_deadline(context), deadline(trace, timeout)
             try:
                 await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
             except WorkerError as error:
@@ -164,7 +160,7 @@ class Endpoint:
     def _writer(
         self, response: Response, options: Options, prepared: PreparedRequest, trace: Trace
     ) -> ResponseWriter:
-        prompt_builder = self._context.prompt_builder
+        builder = self._context.prompt_builder
         envelope = Envelope(
             shape=self._shape,
             request_id=prepared.request_id,
@@ -177,9 +173,7 @@ class Endpoint:
             envelope,
             stream=options.stream,
             assemblers=[
-                TextAssembler(
-                    prompt_builder.tokenizer, prompt_builder.token_texts, stop=options.stop
-                )
+                TextAssembler(builder.tokenizer, builder.token_texts, stop=options.stop)
                 for _ in range(options.num_choices)
             ],
             with_logprobs=options.sampling.num_logprobs is not None,
@@ -368,7 +362,7 @@ async def drain_deadline(context: GatewayContext) -> Exception:
     return errors.unavailable("This gateway is shutting down and its time to drain is over.")
 
 
-async def request_deadline(trace: Trace, timeout: float | None) -> Exception:
+async def deadline(trace: Trace, timeout: float | None) -> Exception:
     """Wait for the client's timeout, which starts at the request's last byte; return the error."""
     if timeout is None:
         await asyncio.get_running_loop().create_future()

@@ -75,11 +75,11 @@ def read_images(
             param=parts[limit].path,
             code="too_many_images",
         )
-    found = []
+    images_read = []
     for index, part in enumerate(parts):
-        found.append((yield from _read(index, part, config, family, images.get(part.url))))
+        images_read.append((yield from _read(index, part, config, family, images.get(part.url))))
         yield
-    return tuple(found)
+    return tuple(images_read)
 
 
 def _read(
@@ -142,10 +142,10 @@ def _bytes_of(
     """Decode a part's data URL; return its media type, its bytes and their digest."""
     escaped = taken_out is not None
     url = part.url.encode("ascii", "replace") if taken_out is None else taken_out
-    found = split_data_url(url, escaped=escaped)
-    if found is None:
+    parts = split_data_url(url, escaped=escaped)
+    if parts is None:
         raise _wrong_url(part, config, is_data=escaped)
-    mime_type, text = found
+    mime_type, text = parts
     limit = config.limits.bytes_per_image
     try:
         if not escaped and len(text) // 4 * 3 > limit + 3:
@@ -283,8 +283,8 @@ def _problem(piece: bytes, num_before: int) -> str:
 
 def _before_cut_escape(piece: bytes, start: int, end: int, length: int) -> int:
     """Return the start of an escape that may continue after `end`, else `end`."""
-    found = piece.rfind(b"\\", max(0, len(piece) - _ESCAPE_BYTES))
-    return start + found if found > 0 and end < length else end
+    start_of_escape = piece.rfind(b"\\", max(0, len(piece) - _ESCAPE_BYTES))
+    return start + start_of_escape if start_of_escape > 0 and end < length else end
 
 
 def _unescaped(piece: bytes) -> bytes:

@@ -15,7 +15,7 @@ from typing import Final
 
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.errors import OverloadedError
-from vlm_worker.settings.values import LEAST_MEMORY_BYTES
+from vlm_worker.settings.values import MIN_MEMORY_BYTES
 
 COPIES: Final = 2
 """Copies of a body in memory: the body itself, and the images and texts decoded from it."""
@@ -79,15 +79,15 @@ class MemoryBudget:
         limit = int(self.num_bytes * TENANT_SHARE) if shared else self.num_bytes
         return MemoryReservation(self, tenant, limit)
 
-    def check(self, tenant: str, num_more: int, limit: int) -> None:
-        """Raise FullError if `num_more` bytes of a tenant would exceed a limit."""
-        if self._of_tenant[tenant] + num_more > limit < self.num_bytes:
+    def check(self, tenant: str, num_additional: int, limit: int) -> None:
+        """Raise FullError if `num_additional` bytes of a tenant would exceed a limit."""
+        if self._of_tenant[tenant] + num_additional > limit < self.num_bytes:
             raise FullError(
                 f"Your requests hold {self._of_tenant[tenant]} of the {limit} bytes that one "
                 "tenant may hold in this gateway: send fewer images at once.",
                 Bound.TENANT_MEMORY,
             )
-        if self.used_in_all + num_more > self.num_bytes:
+        if self.used_in_all + num_additional > self.num_bytes:
             raise FullError(
                 f"The requests in this gateway hold {self.used_in_all} of {self.num_bytes} bytes, "
                 "too many for this one now.",
@@ -118,10 +118,10 @@ class MemoryReservation:
         Raises:
             FullError: a limit is reached; the account is unchanged.
         """
-        wanted = COPIES * num_body_bytes
-        if wanted > self.num_bytes:
-            self._budget.check(self._tenant, wanted - self.num_bytes, self._limit)
-            self._set(Kind.BODY, wanted)
+        num_bytes = COPIES * num_body_bytes
+        if num_bytes > self.num_bytes:
+            self._budget.check(self._tenant, num_bytes - self.num_bytes, self._limit)
+            self._set(Kind.BODY, num_bytes)
 
     def decode(self, num_text_bytes: int, num_values: int) -> None:
         """Add the decoded form of a body's JSON without its images, before it is decoded.
@@ -132,11 +132,11 @@ class MemoryReservation:
         Raises:
             FullError: a limit is reached; the account is unchanged.
         """
-        more = CHARACTER_BYTES * num_text_bytes + VALUE_BYTES * num_values
+        additional = CHARACTER_BYTES * num_text_bytes + VALUE_BYTES * num_values
         is_alone = self._budget.used_by(self._tenant) == self.num_bytes
         limit = self._budget.num_bytes if is_alone else self._limit
-        self._budget.check(self._tenant, more, limit)
-        self._set(Kind.BODY, self.num_bytes + more)
+        self._budget.check(self._tenant, additional, limit)
+        self._set(Kind.BODY, self.num_bytes + additional)
 
     def prepared(self, num_prompt_bytes: int) -> None:
         """Reduce the account to the images and texts, once the body is freed."""
@@ -177,7 +177,5 @@ def declare(
         connections=connection_bytes(num_connections), process=resident_bytes, kept=kept_bytes
     )
     if limit_bytes is not None:
-        num_request_bytes = min(
-            num_request_bytes, max(limit_bytes - rest.total, LEAST_MEMORY_BYTES)
-        )
+        num_request_bytes = min(num_request_bytes, max(limit_bytes - rest.total, MIN_MEMORY_BYTES))
     return dataclasses.replace(rest, requests=num_request_bytes)

@@ -63,11 +63,7 @@ class GatewayMetrics:
         self._visual_tokens.add(num_visual_tokens)
 
     def first_token(
-        self,
-        seconds: float,
-        stages: Mapping[str, float],
-        modality: Modality,
-        target: float | None,
+        self, seconds: float, stages: Mapping[str, float], modality: Modality, target: float | None
     ) -> None:
         """Record the first token of a request: its TTFT and stages, in seconds."""
         self.ttft[modality].add(seconds, stages, target)
@@ -166,9 +162,7 @@ class GatewayMetrics:
                 for stage, durations in summary.stage_seconds.items():
                     buckets = durations.buckets
                     histogram.add_metric(
-                        [stage, modality],
-                        buckets=_with_decimals(buckets),
-                        sum_value=buckets.total,
+                        [stage, modality], buckets=_with_decimals(buckets), sum_value=buckets.total
                     )
         yield from (histogram, seconds, requests)
 

@@ -55,11 +55,7 @@ class PodConnection:
         self.task: asyncio.Task[None] | None = None
 
     def report(self, load: Load) -> None:
-        """Apply a load report.
-
-        Requests beyond those of this gateway belong to other gateways. Until the next report, about
-        a second later, only this gateway's requests change the count.
-        """
+        """Apply a load report. Requests beyond those of this gateway belong to other gateways."""
         self.load = load
         self.num_others = max(0, load.num_inflight - self.num_inflight)
 
@@ -122,16 +118,16 @@ class Registry:
 
         A pod with a new address is a new pod.
         """
-        wanted = {pod.name: pod for pod in pods}
+        by_name = {pod.name: pod for pod in pods}
         for name, peer in list(self.peers.items()):
-            pod = wanted.get(name)
+            pod = by_name.get(name)
             if pod is None or pod.address != peer.pod.address:
                 self._disconnect(self.peers.pop(name))
             elif pod != peer.pod:
                 peer.pod = pod
                 peer.news.set()
                 self.waiters.notify()
-        for name, pod in wanted.items():
+        for name, pod in by_name.items():
             if name not in self.peers:
                 peer = self.peers[name] = PodConnection(
                     pod, self._connect(pod.address, timers=self.timers)
@@ -140,8 +136,8 @@ class Registry:
 
     def candidates(self) -> list[Candidate]:
         """Return every worker that answered Hello, in the order of names."""
-        found = (peer.candidate for _, peer in sorted(self.peers.items()))
-        return [candidate for candidate in found if candidate is not None]
+        candidates = (peer.candidate for _, peer in sorted(self.peers.items()))
+        return [candidate for candidate in candidates if candidate is not None]
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[WorkerClient]:
@@ -238,7 +234,7 @@ class Registry:
                 # A defect in this code must not exclude the worker permanently.
                 logger.exception("following a worker failed", extra={"pod": peer.pod.name})
                 self._lost(peer, error)
-            if await _comes_within(peer.news, delay):
+            if await _is_set_within(peer.news, delay):
                 delay = timers.retry  # it became ready: connect without backoff
             else:
                 delay = min(delay * 2, timers.max_retry)
@@ -273,11 +269,11 @@ class Registry:
         if hello.model != self._served_name:
             raise IncompatibleError(f"it serves {hello.model!r}, not {self._served_name!r}")
         if self._compat and hello.compat != self._compat:
-            found = hello.compat or "not set (--compat)"
-            raise IncompatibleError(f"its compat is {found}, not {self._compat}")
+            compat = hello.compat or "not set (--compat)"
+            raise IncompatibleError(f"its compat is {compat}, not {self._compat}")
 
 
-async def _comes_within(event: asyncio.Event, seconds: float) -> bool:
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
     """Wait for an event and clear it; return False after `seconds`."""
     try:
         async with asyncio.timeout(seconds):
@@ -316,11 +312,9 @@ class PodsInUse:
 
     def client(self, pod: Candidate) -> WorkerClient:
         """Return the client of a pod, which counts as in use until the attempt ends."""
-        client = self._clients.get(pod.name)
-        if client is None:
-            client = self._used.enter_context(self._registry.use(pod.name))
-            self._clients[pod.name] = client
-        return client
+        if pod.name not in self._clients:
+            self._clients[pod.name] = self._used.enter_context(self._registry.use(pod.name))
+        return self._clients[pod.name]
 
     @contextlib.contextmanager
     def record_failure(self, pod: Candidate, *producers: Candidate) -> Iterator[None]:

@@ -103,7 +103,7 @@ class PromptBuilder:
     def completion(self, text: str) -> Prompt:
         return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))
 
-    def least_tokens(self, num_bytes: int) -> int:
+    def min_tokens(self, num_bytes: int) -> int:
         """Return a lower bound on the tokens of `num_bytes` of text, without encoding it."""
         return num_bytes // (self._longest_token * _NORMALIZER_SHRINKS)
 

@@ -29,12 +29,7 @@ from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
-from vlm_worker.gateway.prompts import (
-    Prompt,
-    PromptBuilder,
-    check_context,
-    context_exceeded,
-)
+from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.types import SamplingParams
 
@@ -97,14 +92,14 @@ class Preparer:
     async def chat(
         self,
         request: ChatRequest,
-        found: Sequence[RequestImage | None],
+        checked: Sequence[RequestImage | None],
         config: Config,
         *,
         request_id: str,
         tenant: str,
     ) -> PreparedRequest:
-        messages = _without(request.messages, [i for i, p in enumerate(found) if p is None])
-        images = tuple(p for p in found if p is not None)
+        messages = _without(request.messages, [i for i, p in enumerate(checked) if p is None])
+        images = tuple(p for p in checked if p is not None)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
         num_bytes = self._check_length(texts, config, "messages")
 
@@ -196,7 +191,7 @@ class Preparer:
             ApiError: 400 `context_length_exceeded`.
         """
         num_bytes = sum(len(text.encode()) for text in texts)
-        least, limit = self.prompt_builder.least_tokens(num_bytes), self.context(config)
+        least, limit = self.prompt_builder.min_tokens(num_bytes), self.context(config)
         if least > limit:
             raise context_exceeded(f"the prompt has at least {least}", limit, param)
         return num_bytes

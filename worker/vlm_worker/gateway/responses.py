@@ -189,7 +189,7 @@ class ResponseWriter:
             choice = self._envelope.shape.next(index, piece.text, tokens, is_first=first)
             await self._response.write(self._envelope.chunk([choice]))
         if first:
-            self._trace.first_byte_left()
+            self._trace.first_byte_sent()
 
 
 Tokens = Sequence[ChosenToken] | None

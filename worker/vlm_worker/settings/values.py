@@ -31,7 +31,7 @@ from vlm_worker.types import STAGES, Role, Stage
 HF_PREFIX: Final = "hf://"
 MAX_IMAGES: Final = 64
 """Maximum images of a request: as many as a worker accepts in one call."""
-LEAST_MEMORY_BYTES: Final = 128 << 20
+MIN_MEMORY_BYTES: Final = 128 << 20
 """Minimum memory of a gateway: two bodies of the largest size, of two tenants, each with a copy."""
 SHARED_MEMORY_DIR: Final = Path("/dev/shm")  # noqa: S108  files in it have random names
 DELAYS: Final = (*STAGES, "kv_transfer")
@@ -139,7 +139,7 @@ class ProcessSettings:
     compat: str = option("--compat", TEXT, "", "hash of what workers must agree on")
     parent: int | None = option("--exit-with", at_least(2), None, None)
     timers: Timers = option(
-        "--timer-scale", SCALED_TIMERS, PRODUCTION, "shorten every timer alike; for tests"
+        "--timer-scale", SCALED_TIMERS, PRODUCTION, "factor of every timer; for tests"
     )
     delays: Mapping[str, float] = option(
         "--inject-delay-ms", DELAY_BY_STAGE, {}, "delay one hop; for tests", metavar="STAGE=MS"
@@ -160,7 +160,10 @@ class AdmissionSettings:
     """How the next sequence is chosen (docs/decisions/0009-first-come-first-served.md)."""
 
     policy: AdmissionPolicy = option(
-        "--admission-policy", one_of(AdmissionPolicy), AdmissionPolicy.FCFS, "who enters first"
+        "--admission-policy",
+        one_of(AdmissionPolicy),
+        AdmissionPolicy.FCFS,
+        "order of waiting sequences",
     )
     max_text: int = option(
         "--max-round-text", at_least(1), 32, "of the text lane admitted by one step of dual_queue"
@@ -172,7 +175,7 @@ class AdmissionSettings:
         "of the vision lane admitted by one step of dual_queue",
     )
     ageing_seconds: float = option(
-        "--ageing-seconds", SECONDS, 3.0, "who waited so long goes first"
+        "--ageing-seconds", SECONDS, 3.0, "a sequence that waited this long goes first"
     )
 
     def __post_init__(self) -> None:
@@ -204,7 +207,10 @@ class QueueSettings:
         "of one prompt in a step while others can use more",
     )
     target_step_ms: float = option(
-        "--target-step-ms", at_least(0), 0, "adapt how many run at once to this; 0: as many as fit"
+        "--target-step-ms",
+        at_least(0),
+        0,
+        "adapt the number of running sequences to it; 0: as many as fit",
     )
 
 
@@ -227,7 +233,7 @@ class EncoderCacheSettings:
         "--embedding-cold-cache-bytes",
         at_least(0),
         None,
-        "of host memory, behind it; a copy between the two delays a step "
+        "of host memory, the second tier; a copy between the two delays a step "
         "(1 GiB, and 0 on a CPU: there both are host memory)",
     )
     embedding_ttl_seconds: float = option(
@@ -370,10 +376,10 @@ class GatewaySettings(ProcessSettings):
     config: Path | None = option("--config", PATH, None, "gateway.json, re-read every second")
     api_keys_dir: Path | None = option("--api-keys-dir", PATH, None, "one bearer key per file")
     patience_seconds: float = option("--patience-seconds", SECONDS, 20.0, "for a pool without pods")
-    max_waiting: int = option("--max-waiting", at_least(0), 512, "for room at once")
+    max_waiting: int = option("--max-waiting", at_least(0), 512, "requests that wait for capacity")
     memory_bytes: int = option(
         "--gateway-memory-bytes",
-        at_least(LEAST_MEMORY_BYTES),
+        at_least(MIN_MEMORY_BYTES),
         512 << 20,
         "that requests may hold in the gateway: twice each body, then its images and texts",
     )
@@ -384,7 +390,7 @@ class GatewaySettings(ProcessSettings):
         "--images-per-request",
         IMAGES,
         4,
-        f"0 to {MAX_IMAGES}; a gateway.json (--config) goes before it",
+        f"0 to {MAX_IMAGES}; gateway.json (--config) overrides it",
     )
     any_priority: bool = option(
         "--client-priority",

@@ -10,12 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
-from vlm_worker.annotations import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_PRIORITY,
-)
+from vlm_worker.annotations import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY
 from vlm_worker.core.families import Detail
 from vlm_worker.gateway.api import schema
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
@@ -171,11 +166,11 @@ def parse_sampling(fields: Fields, num_logprobs: int | None) -> SamplingOptions:
 
 def chat_logprobs(fields: Fields) -> int | None:
     """Return `num_logprobs` from `logprobs` and `top_logprobs` of a chat."""
-    wanted = fields.boolean("logprobs") or False
+    is_enabled = fields.boolean("logprobs") or False
     num_top = fields.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
-    if num_top is not None and not wanted:
+    if num_top is not None and not is_enabled:
         raise invalid("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
-    return (num_top or 0) if wanted else None
+    return (num_top or 0) if is_enabled else None
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:

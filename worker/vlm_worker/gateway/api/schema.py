@@ -129,19 +129,19 @@ class Fields:
             code="missing_required_parameter",
         )
 
-    def _type(self, name: str, wanted: str) -> ApiError:
+    def _type(self, name: str, expected: str) -> ApiError:
         return invalid(
-            f"'{self.at(name)}' must be {wanted}.", param=self.at(name), code="invalid_type"
+            f"'{self.at(name)}' must be {expected}.", param=self.at(name), code="invalid_type"
         )
 
     def _number(
-        self, name: str, wanted: str, types: Any, *, minimum: float, maximum: float
+        self, name: str, expected: str, types: Any, *, minimum: float, maximum: float
     ) -> float | None:
         value = self.take(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, types):
-            raise self._type(name, wanted)
+            raise self._type(name, expected)
         number: float = value
         if math.isfinite(number) and minimum <= number <= maximum:
             return number

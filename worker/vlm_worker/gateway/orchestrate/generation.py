@@ -164,20 +164,20 @@ class RetryBudget:
 
     def __init__(self, burst: float, *, now: float) -> None:
         self._burst = burst
-        self._left = burst
+        self._remaining = burst
         self._filled_at = now
 
     def request(self) -> None:
         """Add `RETRIES_PER_REQUEST` for a new request."""
-        self._left = min(self._burst, self._left + RETRIES_PER_REQUEST)
+        self._remaining = min(self._burst, self._remaining + RETRIES_PER_REQUEST)
 
     def take(self, *, now: float) -> bool:
         """Take a retry; False if none is left."""
         passed, self._filled_at = now - self._filled_at, now
-        self._left = min(self._burst, self._left + RETRIES_PER_SECOND * passed)
-        if self._left < 1:
+        self._remaining = min(self._burst, self._remaining + RETRIES_PER_SECOND * passed)
+        if self._remaining < 1:
             return False
-        self._left -= 1
+        self._remaining -= 1
         return True
 
 
@@ -285,10 +285,10 @@ class Routing:
         route = choose()
         while _waits(route):
             assert isinstance(route, NoRoute)
-            left = self._wait_until(route.stage) - self.trace.clock()
-            if left <= 0:
+            remaining = self._wait_until(route.stage) - self.trace.clock()
+            if remaining <= 0:
                 break
-            timeout = min(left, self.registry.timers.heartbeat)
+            timeout = min(remaining, self.registry.timers.heartbeat)
             with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
                 await self.registry.waiters.wait_until(
                     lambda: not _waits(choose()), timeout=timeout, group=self._lack(route.stage)

@@ -68,7 +68,7 @@ class Trace:
             self._spans.append(StageSpan("gateway", self._gateway_since, self.clock()))
             self._gateway_since = None
 
-    def first_byte_left(self) -> None:
+    def first_byte_sent(self) -> None:
         """Record that the first token was sent."""
         if self.first_byte is None:
             self.gateway_waits()
