@@ -1,30 +1,24 @@
-"""A runner whose tokens are checksums of its inputs, and a check that a worker is idle.
+"""A runner whose tokens are checksums of its inputs: `--runner=checksum`.
 
 `ChecksumRunner` implements `engine.runner.Runner`. Its KV cache holds one number per token, which
 is computed from the token (or the encoder row in its place) and its position. The next token is the
 checksum of the numbers read through the block table. Any mistake in blocks, slots, positions,
 chunks, images, transfers or preemption changes the text.
-
-`answer_alone` computes the same answer without blocks, batches or chunks.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import hashlib
 import threading
-import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
-from vlm_worker.types import EmbedLayout, ImageItem, KVLayout, PreparedImage, Request, TokenLogprobs
+from vlm_worker.types import EmbedLayout, ImageItem, KVLayout, PreparedImage, TokenLogprobs
 from vlm_worker.wire.buffers import HostRegions, Regions
 
 VOCABULARY = 997
@@ -89,22 +83,18 @@ class ChecksumRunner:
 
     @property
     def kv_layout(self) -> KVLayout | None:
-        """One number per slot, of the size of a float32 key and value."""
         return self._layout if self._has_kv else None
 
     @property
     def embed_layout(self) -> EmbedLayout:
-        """One number per row."""
         return EmbedLayout("checksum", hidden_size=2, num_levels=0, dtype="float32")
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks, the null block included."""
         return len(self._kv)
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that it may sample."""
         return VOCABULARY
 
     def execute(self, inputs: StepInputs) -> StepOutput:
@@ -118,8 +108,8 @@ class ChecksumRunner:
         contents = inputs.token_ids.copy()
         contents[contents == IMAGE_TOKEN] = UNWRITTEN  # a placeholder has no content
         for rows in inputs.image_rows:
-            taken = rows.embedding[rows.src_start : rows.src_start + rows.num_rows]
-            contents[rows.dst_start : rows.dst_start + rows.num_rows] = taken
+            values = rows.embedding[rows.src_start : rows.src_start + rows.num_rows]
+            contents[rows.dst_start : rows.dst_start + rows.num_rows] = values
         self._kv.reshape(-1)[inputs.slot_mapping] = slot_values(contents, inputs.positions)
         ends = inputs.query_start[1:] - 1
         sampled = np.searchsorted(ends, inputs.sample_rows)
@@ -127,7 +117,9 @@ class ChecksumRunner:
 
     def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
         """The token after each of R contexts of numbers; None is a context with poison."""
-        edits = {one.row: told(one.edits, one.token_ids, one.num_prompt) for one in params.edited}
+        edits = {
+            one.row: edits_bytes(one.edits, one.token_ids, one.num_prompt) for one in params.edited
+        }
         temperature, seed = params.columns["temperature"].tolist(), params.columns["seed"]
         drawn = zip(temperature, seed, params.index, strict=True)
         tokens = [
@@ -165,20 +157,17 @@ class ChecksumRunner:
         """None: the engine makes encoder calls itself, between steps."""
 
     def export_embedding(self, embedding: np.ndarray) -> memoryview:
-        """The numbers as bytes."""
         if self.faults.export_error is not None:
             raise self.faults.export_error
         return memoryview(embedding.tobytes())
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> np.ndarray:
-        """Numbers from bytes."""
-        wanted = num_tokens * self.embed_layout.row_bytes
-        if rows.nbytes != wanted:
-            raise CorruptTransferError(f"an embedding of {wanted} bytes came as {rows.nbytes}")
+        num_bytes = num_tokens * self.embed_layout.row_bytes
+        if rows.nbytes != num_bytes:
+            raise CorruptTransferError(f"an embedding of {num_bytes} bytes has {rows.nbytes}")
         return np.frombuffer(bytes(rows), np.int64)
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
-        """A copy of whole blocks."""
         data = memoryview(self._kv[list(block_ids)].tobytes())
         if out is None:
             return data
@@ -193,16 +182,13 @@ class ChecksumRunner:
         return HostRegions([self._kv[block].data.cast("B") for block in block_ids])
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
-        """Write whole blocks."""
         blocks = np.frombuffer(bytes(data), np.int64).reshape(len(block_ids), -1)
         self._kv[list(block_ids)] = blocks
 
     def embedding_bytes(self, embedding: np.ndarray) -> int:
-        """Bytes of the numbers."""
         return embedding.nbytes
 
     def prefault(self) -> bool:
-        """Count down `num_idle_steps`."""
         if self.num_idle_steps == 0:
             return False
         self.num_idle_steps -= 1
@@ -227,12 +213,12 @@ def _output(tokens: list[int], num_logprobs: np.ndarray | None) -> StepOutput:
     token_ids = np.array(tokens, np.int64)
     if num_logprobs is None:
         return StepOutput(token_ids)
-    most = int(num_logprobs.max(initial=0))
-    told_all = [token_logprobs(token, most) for token in tokens]
-    top = np.array([one.top for one in told_all], np.float64).reshape(len(tokens), most, 2)
+    num_top = int(num_logprobs.max(initial=0))
+    logprobs = [token_logprobs(token, num_top) for token in tokens]
+    top = np.array([one.top for one in logprobs], np.float64).reshape(len(tokens), num_top, 2)
     return StepOutput(
         token_ids,
-        np.array([one.logprob for one in told_all], np.float32),
+        np.array([one.logprob for one in logprobs], np.float32),
         top[..., 0].astype(np.int64),
         top[..., 1].astype(np.float32),
     )
@@ -262,7 +248,7 @@ def next_token(
     return zlib.crc32(context.astype(np.int64).tobytes() + drawn + edits) % VOCABULARY
 
 
-def told(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:
+def edits_bytes(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:
     """The inputs of penalties and biases as bytes: parameters, biases, and the answer's tokens."""
     numbers = tuple(edits.penalties.values())
     answer = token_ids[num_prompt:].astype(np.int32)
@@ -283,91 +269,7 @@ def embed(image: PreparedImage) -> np.ndarray:
     return digest * 31 + np.arange(image.num_tokens, dtype=np.int64)
 
 
-def make_image(number: int, *, num_tokens: int) -> PreparedImage:
-    """An image whose key and patches depend on its number and size."""
-    patches = np.full(4 * num_tokens, number, np.float32).tobytes()
-    key = hashlib.sha256(b"%d/%d" % (number, num_tokens)).digest()
-    return PreparedImage(key, (1, 2, 2 * num_tokens), num_tokens, memoryview(patches))
-
-
 def plain_positions(token_ids: Sequence[int], items: Sequence[ImageItem]) -> tuple[np.ndarray, int]:
     """Positions 0, 1, 2 ...; for `Engine(positions=...)`."""
     del items
     return np.arange(len(token_ids), dtype=np.int64)[None], 0
-
-
-def folded_positions(
-    token_ids: Sequence[int], items: Sequence[ImageItem]
-) -> tuple[np.ndarray, int]:
-    """Three rows and a negative delta, as in M-RoPE: an image advances the position by one."""
-    steps = np.ones(len(token_ids), np.int64)
-    column = np.zeros(len(token_ids), np.int64)
-    for item in items:
-        steps[item.offset : item.end - 1] = 0
-        column[item.offset : item.end] = np.arange(item.num_tokens)
-    line = np.cumsum(steps) - steps
-    last = int(line[-1]) + 1 if len(line) else 0
-    return np.stack([line, line, line + column]), last - len(token_ids)
-
-
-def answer_alone(
-    request: Request,
-    images: Sequence[PreparedImage] = (),
-    *,
-    positions: Callable[
-        [Sequence[int], Sequence[ImageItem]], tuple[np.ndarray, int]
-    ] = plain_positions,
-    max_model_len: int = 2**31,
-    eos_token_ids: Sequence[int] = (),
-) -> list[int]:
-    """The whole answer to a request, delivered tokens included."""
-    known, delta = positions(request.token_ids, request.items)
-    contents = np.array(request.token_ids, np.int64)
-    contents[contents == IMAGE_TOKEN] = UNWRITTEN
-    for item, image in zip(request.items, images, strict=True):
-        contents[item.offset : item.end] = embed(image)
-    values = list(slot_values(contents, known))
-    answer = list(request.token_ids[request.num_prompt_tokens :])
-    sampling = request.sampling
-    edits = LogitEdits.of(sampling)
-    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    while True:
-        known_ids = np.array([*request.token_ids[: request.num_prompt_tokens], *answer])
-        told_edits = b"" if edits is None else told(edits, known_ids, request.num_prompt_tokens)
-        token = next_token(
-            np.array(values), sampling.temperature, sampling.seed, len(answer), edits=told_edits
-        )
-        answer.append(token)
-        num_tokens = request.num_prompt_tokens + len(answer)
-        full = len(answer) >= sampling.max_tokens or num_tokens >= max_model_len
-        if token in stops or full:
-            return answer
-        position = np.full((len(known), 1), num_tokens - 1 + delta)
-        content = np.array([UNWRITTEN if token == IMAGE_TOKEN else token])
-        values.append(slot_values(content, position)[0])
-
-
-class Accountable(Protocol):
-    """A worker that counts what has not ended: `server.worker_server.WorkerServer`."""
-
-    @property
-    def outstanding(self) -> Mapping[str, int]:
-        """Nonzero counts of everything that has not ended, by kind."""
-
-    @property
-    def num_violations(self) -> int:
-        """Accounting mismatches so far."""
-
-
-async def assert_idle(worker: Accountable, *, within_seconds: float = 15.0) -> None:
-    """Wait until a worker has freed everything: blocks, pins, leases, calls, tasks, segments.
-
-    Raises:
-        AssertionError: something is outstanding, with its kind and count, or the worker counted an
-            accounting mismatch.
-    """
-    deadline = time.monotonic() + within_seconds
-    while outstanding := worker.outstanding:
-        assert time.monotonic() < deadline, f"after {within_seconds:g} s: {outstanding}"
-        await asyncio.sleep(0.005)
-    assert not worker.num_violations, f"{worker.num_violations} accounting mismatches"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.answers import make_image
 from worker.core.arrivals import DUAL, FCFS, text
 from worker.core.simulation import Simulation, Work, alone
 
@@ -12,7 +13,7 @@ from vlm_worker.core.admission import MAX_BYPASSED
 from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.sequence import Lane, Status
 from vlm_worker.settings import AdmissionSettings
-from vlm_worker.testing import IMAGE_TOKEN, make_image
+from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker.answers import make_image
 
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.errors import EngineError
-from vlm_worker.testing import make_image
 from vlm_worker.types import PreparedImage
 
 IMAGES = [make_image(number, num_tokens=2) for number in range(6)]

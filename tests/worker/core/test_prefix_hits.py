@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.answers import make_image
 from worker.core.simulation import BLOCK_SIZE, Simulation, Work, expected, works
 
-from vlm_worker.testing import IMAGE_TOKEN, make_image
+from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 

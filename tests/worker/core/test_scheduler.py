@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.answers import make_image
 from worker.core.simulation import Simulation, Work, alone, expected, works
 
 from vlm_worker.core.sequence import Status
 from vlm_worker.core.step_values import StepPlan
-from vlm_worker.testing import (
-    IMAGE_TOKEN,
-    embed,
-    make_image,
-)
+from vlm_worker.testing import IMAGE_TOKEN, embed
 from vlm_worker.types import (
     ImageItem,
     Request,

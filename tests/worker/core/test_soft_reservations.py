@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.answers import make_image
 from worker.core.arrivals import DUAL, FCFS, text
 from worker.core.simulation import Simulation, Work, alone, told
 
@@ -19,7 +20,7 @@ from vlm_worker.core.admission import MAX_BYPASSED
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.step_values import SchedulerOutput
 from vlm_worker.settings import AdmissionSettings
-from vlm_worker.testing import IMAGE_TOKEN, embed, make_image
+from vlm_worker.testing import IMAGE_TOKEN, embed
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 

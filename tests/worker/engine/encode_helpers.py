@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from worker.answers import make_image
+
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EncodeEvent, EventStream
-from vlm_worker.testing import ChecksumRunner, make_image
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import PreparedImage, RequestKey
 
 

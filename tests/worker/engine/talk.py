@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from worker.answers import make_image
+
 from vlm_worker.engine.events import EventStream, PrefillEvent
-from vlm_worker.testing import (
-    IMAGE_TOKEN,
-    make_image,
-)
+from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import (
     FailedEvent,
     ImageItem,

@@ -10,13 +10,14 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from worker.answers import answer_alone
 from worker.engine import talk
 from worker.engine.by_hand import ByHand, Encoded, NotingRunner, Stepped
 from worker.engine.test_pipeline import prepared_image, prompt, run_out
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemFailed, ItemReady
-from vlm_worker.testing import ChecksumRunner, answer_alone
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import PreparedImage, RequestKey
 
 

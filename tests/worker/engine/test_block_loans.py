@@ -6,12 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.talk import events, text, tokens
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.sequences import ReceiveResult
 from vlm_worker.errors import CorruptTransferError, GoneError, OverloadedError
-from vlm_worker.testing import ChecksumRunner, answer_alone
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import Request, TokenEvent
 from vlm_worker.wire.buffers import HostRegions, LiveRegions, host_views
 

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.encode_helpers import events, key, prepared_image
 from worker.engine.talk import IMAGE, about_image, tokens
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EventStream, ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.testing import ChecksumRunner, answer_alone, embed, plain_positions
+from vlm_worker.testing import ChecksumRunner, embed, plain_positions
 from vlm_worker.types import PreparedImage, Request
 
 

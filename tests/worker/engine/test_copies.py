@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.talk import events, first_token, text, tokens
 
 from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError
-from vlm_worker.testing import ChecksumRunner, answer_alone
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import Request, RequestKey, SamplingParams
 
 BLOCK_BYTES = 4 * 8

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worker.answers import answer_alone
 from worker.engine.talk import IMAGE, about_image, events, text, tokens
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemFailed, ItemReady, NeedItems
 from vlm_worker.errors import EngineError
-from vlm_worker.testing import ChecksumRunner, answer_alone, embed
+from vlm_worker.testing import ChecksumRunner, embed
 from vlm_worker.types import RequestKey
 
 

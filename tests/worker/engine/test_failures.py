@@ -6,12 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.talk import IMAGE, about_image, events, tokens
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import NeedItems, PrefillEvent
 from vlm_worker.errors import EngineError
-from vlm_worker.testing import ChecksumRunner, answer_alone, embed
+from vlm_worker.testing import ChecksumRunner, embed
 from vlm_worker.types import (
     FailedEvent,
     FinishedEvent,

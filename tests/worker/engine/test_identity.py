@@ -14,19 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.answers import answer_alone, folded_positions, make_image
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EventStream, ItemFailed, ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import GoneError, OverloadedError
-from vlm_worker.testing import (
-    IMAGE_TOKEN,
-    ChecksumRunner,
-    answer_alone,
-    folded_positions,
-    make_image,
-    token_logprobs,
-)
+from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner, token_logprobs
 from vlm_worker.types import (
     BlocksReady,
     FailedEvent,

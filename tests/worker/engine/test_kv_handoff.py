@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.by_hand import ByHand
 from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
@@ -18,12 +19,7 @@ from vlm_worker.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from vlm_worker.testing import (
-    VOCABULARY,
-    ChecksumRunner,
-    answer_alone,
-    embed,
-)
+from vlm_worker.testing import VOCABULARY, ChecksumRunner, embed
 from vlm_worker.types import (
     FinishedEvent,
     FinishReason,

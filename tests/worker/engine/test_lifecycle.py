@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.talk import IMAGE, about_image, error, events, first_token, text, tokens
 
 from vlm_worker.engine.engine import Engine
@@ -20,11 +21,7 @@ from vlm_worker.errors import (
     GoneError,
     OverloadedError,
 )
-from vlm_worker.testing import (
-    ChecksumRunner,
-    answer_alone,
-    plain_positions,
-)
+from vlm_worker.testing import ChecksumRunner, plain_positions
 from vlm_worker.types import (
     BlocksReady,
     FinishedEvent,

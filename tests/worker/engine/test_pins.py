@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.by_hand import ByHand
 from worker.engine.test_pipeline import NUM_TOKENS, prepared_image, prompt, run_out
 
 from vlm_worker.core.admission import MAX_CANDIDATES
 from vlm_worker.core.sequence import Status
-from vlm_worker.testing import IMAGE_TOKEN, answer_alone
+from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import ImageItem, PreparedImage, Request, RequestKey, SamplingParams
 
 

@@ -11,10 +11,11 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+from worker.answers import answer_alone, make_image
 from worker.engine.by_hand import ByHand, Encoded, Stepped
 
 from vlm_worker.engine.events import ItemFailed, ItemReady, NeedItems
-from vlm_worker.testing import IMAGE_TOKEN, answer_alone, make_image
+from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import (
     BlocksReady,
     FailedEvent,

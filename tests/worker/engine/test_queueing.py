@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from worker.answers import make_image
 from worker.engine.encode_helpers import encode_first
 from worker.engine.talk import error, events, text, tokens
 
@@ -17,7 +18,7 @@ from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
 from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
-from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner, make_image
+from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner
 from vlm_worker.types import (
     FinishedEvent,
     ImageItem,

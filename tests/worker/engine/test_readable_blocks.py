@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone
 from worker.engine.talk import events, text, tokens
 
 from vlm_worker.engine.attempts import ReadableBlocks
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import GoneError, InvalidRequestError
-from vlm_worker.testing import ChecksumRunner, answer_alone
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import BlocksReady, RequestKey
 from vlm_worker.wire.buffers import LiveRegions, host_views
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worker.answers import make_image
 from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
 from vlm_worker.core.step_values import StepInputs
@@ -16,7 +17,7 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady
 from vlm_worker.engine.runner import DeviceErrors
 from vlm_worker.errors import EngineError
-from vlm_worker.testing import ChecksumRunner, make_image
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import FailedEvent, Modality, RequestKey, ScheduledEvent
 
 

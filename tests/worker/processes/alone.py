@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from worker.answers import answer_alone
 from worker.processes.driver import Driver, Prompt
 
 from vlm_worker.media.image_header import read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
-from vlm_worker.testing import answer_alone
 from vlm_worker.types import ImageItem, PreparedImage, Request, RequestKey, SamplingParams
 
 

@@ -7,12 +7,12 @@ import contextlib
 import dataclasses
 
 import pytest
+from worker.idle import assert_idle
 from worker.server.pairs import IMAGES, TENTH, about, encoding, until
 from worker.server.serving import serving
 
 from vlm_worker.errors import IncompatibleError
 from vlm_worker.roles.embedding_fetch import EmbeddingFetcher
-from vlm_worker.testing import assert_idle
 from vlm_worker.wire.messages import PrefillCall
 
 MAX_TURNS = 4

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+from worker.idle import assert_idle
 from worker.server.pairs import IMAGES, KEY, TENTH, encode
 from worker.server.serving import serving
 
-from vlm_worker.testing import assert_idle
 from vlm_worker.wire.messages import Decoded, ItemReady
 
 IMAGE = IMAGES[0]

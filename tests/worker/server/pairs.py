@@ -9,11 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from worker.answers import make_image
+from worker.idle import assert_idle
 from worker.server.serving import Serving, serving
 
 from vlm_worker.roles.context import CallTimer
 from vlm_worker.roles.encode import EncoderRole
-from vlm_worker.testing import IMAGE_TOKEN, assert_idle, make_image
+from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
 from vlm_worker.wire.messages import (
     Accepted,

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import aiohttp
+from worker.idle import assert_idle
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.families import load_family
@@ -18,7 +19,7 @@ from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import ModelFacts
 from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.settings import WorkerSettings, parse
-from vlm_worker.testing import ChecksumRunner, assert_idle, plain_positions
+from vlm_worker.testing import ChecksumRunner, plain_positions
 from vlm_worker.types import Request, RequestKey, SamplingParams, Stage
 from vlm_worker.wire.messages import Accepted, PrefillCall
 

@@ -13,7 +13,9 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from worker.answers import answer_alone
 from worker.faults.proxy import Door, proxy
+from worker.idle import assert_idle, outstanding
 from worker.server.pairs import (
     IMAGES,
     KEY,
@@ -35,7 +37,7 @@ from vlm_worker.core.kv_cache import content_of
 from vlm_worker.core.sources import Sources
 from vlm_worker.errors import GoneError, IncompatibleError, PeerLostError
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.testing import ChecksumRunner, answer_alone, assert_idle
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.transfer.peers import Peer, Peers
 from vlm_worker.types import Request, RequestKey, Source
 from vlm_worker.wire.data_protocol import Fetch
@@ -93,7 +95,7 @@ async def test_requests_at_once_have_a_connection_each() -> None:
         asked = [request(number) for number in range(1, 5)]
         two.prefill.runner.gate.clear()
         asking = [asyncio.create_task(two.answer(one)) for one in asked]
-        await until(lambda: two.prefill.server.outstanding.get("FetchKV calls") == len(asked))
+        await until(lambda: outstanding(two.prefill.server).get("FetchKV calls") == len(asked))
         assert len(door.connections) == len(asked)
         two.prefill.runner.gate.set()
         assert await asyncio.gather(*asking) == [answer_alone(one) for one in asked]

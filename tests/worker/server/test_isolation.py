@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from worker.answers import answer_alone
 from worker.server.pairs import IMAGES, Pair, about, accept, collect, encoding, pair, until
 from worker.server.serving import Serving, serving
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, PeerLostError, Refusal
-from vlm_worker.testing import answer_alone
 from vlm_worker.transfer import nixl
 from vlm_worker.types import Request, RequestKey, SamplingParams, Source
 from vlm_worker.wire.messages import (

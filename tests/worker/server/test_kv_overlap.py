@@ -7,12 +7,12 @@ import threading
 from contextlib import aclosing
 
 import pytest
+from worker.answers import answer_alone
 from worker.server.pairs import pair, until
 from worker.server.serving import KEY, TIMEOUT, request_of, serving
 
 from vlm_worker.core.kv_cache import content_of
 from vlm_worker.core.step_values import StepInputs, StepOutput
-from vlm_worker.testing import answer_alone
 from vlm_worker.transfer.consumer import Pull, checked_units
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.data_protocol import Fetch

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
+from worker.answers import answer_alone
+from worker.idle import assert_idle
 from worker.seeds import drawing
 from worker.server.pairs import (
     TENTH,
@@ -18,7 +20,6 @@ from worker.server.serving import Serving, serving
 from worker.wire.lies import lie, server_doors
 
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.testing import answer_alone, assert_idle
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.messages import (
     FirstToken,

@@ -11,6 +11,8 @@ import dataclasses
 from typing import Any
 
 import pytest
+from worker.answers import answer_alone, make_image
+from worker.idle import assert_idle, num_violations, outstanding
 from worker.server.pairs import (
     KEY,
     TENTH,
@@ -37,7 +39,6 @@ from vlm_worker.errors import (
 from vlm_worker.roles.attempt_registry import EndReason
 from vlm_worker.server.state import Phase
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.testing import answer_alone, assert_idle, make_image
 from vlm_worker.transfer.peers import Peers
 from vlm_worker.types import RequestKey, Source
 from vlm_worker.wire.data_protocol import Fetch
@@ -67,7 +68,7 @@ async def test_a_decode_worker_lost_before_its_fetch_costs_prefill_one_lease() -
 async def test_a_reservation_that_is_not_used_ends_and_is_counted() -> None:
     async with serving("decode", TENTH) as d:
         await d.client.reserve(ReserveCall(KEY, 40))
-        assert d.components.outstanding["KV tokens reserved"] == 40
+        assert outstanding(d.server)["KV tokens reserved"] == 40
         await assert_idle(d.server)
         assert d.components.context.attempts.leases.num_expired[LeaseKind.RESERVED] == 1
 
@@ -284,7 +285,7 @@ async def test_a_resource_without_a_holder_fails_a_strict_worker() -> None:
         async with asyncio.timeout(TIMEOUT):
             await p.server.failed()
         assert p.server.state.phase is Phase.FAILED
-        assert p.server.num_violations == 1
+        assert num_violations(p.server) == 1
 
 
 async def test_a_reservation_in_flight_is_no_accounting_mismatch() -> None:

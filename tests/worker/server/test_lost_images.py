@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 
 import pytest
+from worker.answers import make_image
+from worker.idle import assert_idle
 from worker.server.pairs import IMAGES, KEY, TENTH, about, collect, encoding, kill, until
 from worker.server.serving import serving
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.errors import CancelledError, PeerLostError, Refusal, WorkerError
-from vlm_worker.testing import assert_idle, make_image
 from vlm_worker.wire.messages import PrefillCall
 
 

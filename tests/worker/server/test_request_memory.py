@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from worker.gateway.image_files import png
+from worker.idle import assert_idle
 from worker.server.serving import FAMILY, Serving, page, serving
 
 from vlm_worker.annotations import MAX_IMAGE_BYTES
@@ -17,7 +18,6 @@ from vlm_worker.errors import InvalidImageError, InvalidRequestError, Overloaded
 from vlm_worker.media.image_header import ImageLimits
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.serve.budget import image_bytes
-from vlm_worker.testing import assert_idle
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.messages import ENCODE_CALL, Decoded, EncodeCall, EncodeItem, ItemReady
 

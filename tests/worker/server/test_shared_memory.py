@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from worker.answers import answer_alone
+from worker.idle import assert_idle
 from worker.server.pairs import (
     KEY,
     TIMEOUT,
@@ -20,7 +22,6 @@ from worker.server.serving import serving
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.server.state import Phase
-from vlm_worker.testing import answer_alone, assert_idle
 from vlm_worker.transfer.transport import ExposureAccount
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.messages import FetchCall

@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
+from worker.idle import assert_idle
 from worker.server.pairs import KEY, TENTH, TIMEOUT
 from worker.server.serving import serving
 
 from vlm_worker.errors import DrainingError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.testing import assert_idle
 from vlm_worker.wire.frames import Frame, FrameBatches
 from vlm_worker.wire.messages import ENCODE_CALL, EncodeCall, EncodeItem
 from vlm_worker.wire.rpc import METHODS, SEND_IMAGES

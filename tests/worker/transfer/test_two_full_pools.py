@@ -16,11 +16,12 @@ from contextlib import aclosing
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.answers import answer_alone
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
-from vlm_worker.testing import ChecksumRunner, answer_alone, plain_positions
+from vlm_worker.testing import ChecksumRunner, plain_positions
 from vlm_worker.transfer.consumer import Pull, checked_units
 from vlm_worker.transfer.producer import Producer
 from vlm_worker.types import (

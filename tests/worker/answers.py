@@ -1,0 +1,78 @@
+"""The answer of `ChecksumRunner` to a request, computed without blocks, batches or chunks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vlm_worker.core.step_values import LogitEdits
+from vlm_worker.testing import (
+    IMAGE_TOKEN,
+    UNWRITTEN,
+    edits_bytes,
+    embed,
+    next_token,
+    plain_positions,
+    slot_values,
+)
+from vlm_worker.types import ImageItem, PreparedImage, Request
+
+
+def make_image(number: int, *, num_tokens: int) -> PreparedImage:
+    """An image whose key and patches depend on its number and size."""
+    patches = np.full(4 * num_tokens, number, np.float32).tobytes()
+    key = hashlib.sha256(b"%d/%d" % (number, num_tokens)).digest()
+    return PreparedImage(key, (1, 2, 2 * num_tokens), num_tokens, memoryview(patches))
+
+
+def folded_positions(
+    token_ids: Sequence[int], items: Sequence[ImageItem]
+) -> tuple[np.ndarray, int]:
+    """Three rows and a negative delta, as in M-RoPE: an image advances the position by one."""
+    steps = np.ones(len(token_ids), np.int64)
+    column = np.zeros(len(token_ids), np.int64)
+    for item in items:
+        steps[item.offset : item.end - 1] = 0
+        column[item.offset : item.end] = np.arange(item.num_tokens)
+    line = np.cumsum(steps) - steps
+    last = int(line[-1]) + 1 if len(line) else 0
+    return np.stack([line, line, line + column]), last - len(token_ids)
+
+
+def answer_alone(
+    request: Request,
+    images: Sequence[PreparedImage] = (),
+    *,
+    positions: Callable[
+        [Sequence[int], Sequence[ImageItem]], tuple[np.ndarray, int]
+    ] = plain_positions,
+    max_model_len: int = 2**31,
+    eos_token_ids: Sequence[int] = (),
+) -> list[int]:
+    """The whole answer to a request, delivered tokens included."""
+    known, delta = positions(request.token_ids, request.items)
+    contents = np.array(request.token_ids, np.int64)
+    contents[contents == IMAGE_TOKEN] = UNWRITTEN
+    for item, image in zip(request.items, images, strict=True):
+        contents[item.offset : item.end] = embed(image)
+    values = list(slot_values(contents, known))
+    answer = list(request.token_ids[request.num_prompt_tokens :])
+    sampling = request.sampling
+    edits = LogitEdits.of(sampling)
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    while True:
+        known_ids = np.array([*request.token_ids[: request.num_prompt_tokens], *answer])
+        edited = b"" if edits is None else edits_bytes(edits, known_ids, request.num_prompt_tokens)
+        token = next_token(
+            np.array(values), sampling.temperature, sampling.seed, len(answer), edits=edited
+        )
+        answer.append(token)
+        num_tokens = request.num_prompt_tokens + len(answer)
+        full = len(answer) >= sampling.max_tokens or num_tokens >= max_model_len
+        if token in stops or full:
+            return answer
+        position = np.full((len(known), 1), num_tokens - 1 + delta)
+        content = np.array([UNWRITTEN if token == IMAGE_TOKEN else token])
+        values.append(slot_values(content, position)[0])
