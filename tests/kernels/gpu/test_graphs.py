@@ -78,11 +78,11 @@ def test_replayed_steps_write_and_answer_as_launched_ones(
     model_dir: Path, device: torch.device, capture: Counted
 ) -> None:
     launched, replayed = (runner_of(model_dir, device) for _ in range(2))
-    graphs = replayed.graphs(graph_sizes(4), 16)
+    graphs = replayed.make_graphs(graph_sizes(4), 16)
     graphs.capture(capture)
     assert graphs.sizes == (1, 2, 4)
     assert not replayed._kv_cache[0].any(), "a capture wrote into the null block"
-    replayed.use_graphs(graphs)
+    replayed.graphs = graphs
     (want, cache), (got, other_cache) = answers(launched), answers(replayed)
     assert got == want
     # the first token of each is a chunk's, with which one sequence decodes
@@ -95,9 +95,9 @@ def test_logits_of_a_replayed_step_outlive_the_next(
     model_dir: Path, device: torch.device, capture: Counted
 ) -> None:
     runner = runner_of(model_dir, device)
-    graphs = runner.graphs((1,), 16)
+    graphs = runner.make_graphs((1,), 16)
     graphs.capture(capture)
-    runner.use_graphs(graphs)
+    runner.graphs = graphs
     stepper = Stepper(runner)
     one, other = (
         stepper.start(Question("text", (), (token,), (), ()), (), max_tokens=2, embeddings=())

@@ -9,7 +9,7 @@ from vlm_worker.core.encoder_cache import EncoderCache, Entry
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.testing import ChecksumRunner, make_image
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import PreparedImage, RequestKey
 
 moves = st.lists(

@@ -27,7 +27,7 @@ def test_answers_on_a_gpu_are_those_of_transformers_on_a_cpu(max_graph_seqs: int
         max_graph_seqs=max_graph_seqs,
     )  # fmt: skip
     runner = build_runner(dataclasses.replace(settings, device="cuda"))
-    assert (runner._graphs is not None) == (max_graph_seqs > 0), "decode was not captured"
+    assert (runner.graphs is not None) == (max_graph_seqs > 0), "decode was not captured"
     law = Law(shapes_reference()[:64])
     while law.pending:
         stepper = Stepper(runner)

@@ -43,7 +43,7 @@ def test_a_start_imports_neither_and_both_work_when_they_are_asked_for() -> None
 LISTED = """
 import builtins, contextlib, json, sys
 from pathlib import Path
-from vlm_worker.model.imports import skip_unused_imports
+from vlm_worker.model.loader import skip_unused_imports
 
 read = []
 

@@ -88,7 +88,7 @@ def test_the_native_decoder_gives_what_transformers_loop_over_the_layers_gives(
     asked = random_questions(model_dir, family, count=2, seed=0)
     native = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype)
     loops: list[None] = []
-    monkeypatch.setattr("vlm_worker.model.decoder._native_layers", lambda *_: loops.append(None))
+    monkeypatch.setattr("vlm_worker.model.layers._native_layers", lambda *_: loops.append(None))
     by_layer = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype)
     assert len(loops) == 1, "the loop took effect"
     assert np.array_equal(native, by_layer)

@@ -127,11 +127,7 @@ def test_a_placeholder_may_lie_beyond_the_table(runner: ModelRunner, seen: Quest
     near, far = build_runner(SETTINGS), build_runner(SETTINGS)
     placeholder = near.family.image_token_id
     beyond = near.family.vocab_size + 3
-    checkpoint = far._loaded.checkpoint
-    family = dataclasses.replace(far.family, image_token_id=beyond)
-    far._loaded = dataclasses.replace(
-        far._loaded, checkpoint=dataclasses.replace(checkpoint, family=family)
-    )
+    far.family = dataclasses.replace(far.family, image_token_id=beyond)
     token_ids = tuple(beyond if token == placeholder else token for token in seen.token_ids)
     answers = []
     for one, question in ((near, seen), (far, dataclasses.replace(seen, token_ids=token_ids))):

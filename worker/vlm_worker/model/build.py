@@ -4,8 +4,7 @@ load ─▶ measure memory of CUDA graphs ─▶ allocate KV blocks ─▶ warm 
 
 First calls are slower: they allocate memory that later calls reuse, and choose kernels for a size.
 So the sizes of the warm-up grow up to those of a request, for about a second of start-up. Warm-up
-also detects weights that compute NaN, with an error that names the model; otherwise each request
-would fail.
+also detects weights that compute NaN.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vlm_kernels import gpu
 from vlm_worker.core.families import Family
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.step_values import NOT_FINITE, SampleParams, StepInputs, StepOutput
 from vlm_worker.model.cgroup import num_cpus
-from vlm_worker.model.gpu.compiled import can_compile, compile_layers, freeze
+from vlm_worker.model.gpu.compiled import compile_layers, freeze
 from vlm_worker.model.gpu.decode_steps import graph_sizes
-from vlm_worker.model.gpu.graphs import can_capture, captured, trial_bytes
+from vlm_worker.model.gpu.graphs import captured, trial_bytes
 from vlm_worker.model.gpu.streams import streams_for
 from vlm_worker.model.loader import LoadedModel, load_model
 from vlm_worker.model.memory import make_kv_layout, num_kv_blocks
@@ -72,15 +72,15 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         packed_weights=settings.packed_weights,
         weights=settings.weights,
     )
-    is_compiled = settings.compile and can_compile(loaded.device)
+    is_compiled = settings.compile and gpu.serves(loaded.device)
     compiled = compile_layers(loaded.model) if is_compiled else []
     revision = settings.model_revision or loaded.checkpoint.revision()
     if loaded.has_lm:
         runner = _with_kv_cache(loaded, revision, settings)
     else:
         runner = ModelRunner(loaded, revision, kv_layout=None, num_blocks=0)
-    runner.use_streams(
-        streams_for(loaded.device, has_encoder=loaded.has_encoder, has_lm=loaded.has_lm)
+    runner.streams = streams_for(
+        loaded.device, has_encoder=loaded.has_encoder, has_lm=loaded.has_lm
     )
     if loaded.has_encoder:
         try_encoder(runner.encode, loaded.family, num_images=2 if compiled else 1)
@@ -88,13 +88,13 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         try_language_model(runner.execute, loaded.family, block_size=runner.kv_layout.block_size)
     sizes = _graph_sizes(loaded, settings)
     if sizes:
-        runner.use_graphs(captured(runner.graphs(sizes, settings.max_model_len), loaded.device))
+        runner.graphs = captured(runner.make_graphs(sizes, settings.max_model_len), loaded.device)
     freeze(compiled)
     return runner
 
 
 def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings) -> ModelRunner:
-    """Build the runner of a language model, with the number of KV blocks that fit."""
+    """The runner of a language model, with as many KV blocks as fit."""
     layout = make_kv_layout(
         loaded.model.config.get_text_config(),
         revision,
@@ -106,7 +106,9 @@ def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings)
     reserved_bytes = 0
     if sizes and settings.kv_memory_bytes is None:
         trial = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=2)
-        reserved_bytes = trial_bytes(trial.graphs(sizes, settings.max_model_len), loaded.device)
+        reserved_bytes = trial_bytes(
+            trial.make_graphs(sizes, settings.max_model_len), loaded.device
+        )
         del trial
     num_blocks = num_kv_blocks(
         layout,
@@ -120,7 +122,7 @@ def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings)
 
 def _graph_sizes(loaded: LoadedModel, settings: RunnerSettings) -> tuple[int, ...]:
     """Numbers of sequences of the decode graphs; empty if decode is not captured."""
-    if Stage.DECODE in loaded.stages and can_capture(loaded.device):
+    if Stage.DECODE in loaded.stages and gpu.serves(loaded.device):
         return graph_sizes(settings.max_graph_seqs)
     return ()
 
@@ -138,12 +140,7 @@ def try_encoder(
     *,
     num_images: int = 1,
 ) -> None:
-    """Encode blank images of growing sizes.
-
-    Args:
-        encode: encodes images in one call.
-        family: the model's family.
-        num_images: also encode 2 to this many of the smallest images in one call.
+    """Encode blank images of growing sizes, and 2 to `num_images` of the smallest in one call.
 
     Raises:
         ModelConfigError: an image fails.
@@ -206,7 +203,6 @@ def warm_up_sizes(
 
 def _prompt(num_tokens: int, num_position_rows: int, *, first_slot: int) -> StepInputs:
     """Inputs of one sequence of `num_tokens` tokens 0; the last one is sampled greedily."""
-    one = np.ones(1, np.int64)
     numbers = np.arange(num_tokens, dtype=np.int64)
     return StepInputs(
         token_ids=np.zeros(num_tokens, np.int64),
@@ -217,6 +213,6 @@ def _prompt(num_tokens: int, num_position_rows: int, *, first_slot: int) -> Step
         block_table=np.ones((1, 1), np.int32),
         spans=((),),
         image_rows=(),
-        sample_rows=one * (num_tokens - 1),
+        sample_rows=np.array([num_tokens - 1], np.int64),
         sampling=SampleParams.all_greedy(1),
     )

@@ -36,7 +36,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
         return math.prod(self.shape) * _ITEM_BITS.get(self.dtype, 8) // 8
 
 
@@ -122,7 +121,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise ModelConfigError(f"{file}: missing; {_INDEX} names it. Copy the model again")
     if files:
         return files
-    pickled = sorted(found for pattern in _PICKLED for found in path.glob(pattern))
+    pickled = sorted(file for pattern in _PICKLED for file in path.glob(pattern))
     if pickled:
         raise ModelConfigError(
             f"{pickled[0]}: weights in pickle are never loaded, they can run code; "

@@ -11,12 +11,16 @@ operation rounds like the module that it replaces.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
 from vlm_kernels import layer_norm, layer_weights, rms_norm, rope
+from vlm_kernels.decoder_layers import DecoderLayers, LayerKind
+from vlm_kernels.layer_weights import Heads, Tail
+from vlm_kernels.native_layers import has_layers
 from vlm_kernels.packed_linear import Activation
 from vlm_worker.model.attention import StepContext, paged_forward
 from vlm_worker.model.linear import (
@@ -50,7 +54,8 @@ def gated_mlp(mlp: Any) -> Mlp | None:
     activation = ACTIVATIONS.get(type(mlp.act_fn).__name__)
     if activation not in {Activation.SILU, Activation.GELU}:
         return None
-    return Mlp(GatedLinear(mlp.gate_proj, mlp.up_proj, activation), mlp.down_proj)
+    gated = GatedLinear(mlp.gate_proj, mlp.up_proj, activation)
+    return Mlp(gated, mlp.down_proj, activation)
 
 
 def _plain_mlp(mlp: Any) -> Mlp | None:
@@ -62,28 +67,16 @@ def _plain_mlp(mlp: Any) -> Mlp | None:
 
 
 class Mlp(nn.Module):
-    """Two matrix products; the activation between them is fused into the first."""
+    """Two matrix products; the activation between them is fused into the first, or its gate."""
 
-    def __init__(
-        self, up: nn.Module, down: nn.Module, activation: Activation | None = None
-    ) -> None:
+    def __init__(self, up: nn.Module, down: nn.Module, activation: Activation) -> None:
         super().__init__()
-        self.up, self.down, self._activation = up, down, activation
-
-    @property
-    def activation(self) -> Activation:
-        """The activation of the first product, or of its gate."""
-        if isinstance(self.up, GatedLinear):
-            return self.up.activation
-        assert self._activation is not None
-        return self._activation
+        self.up, self.down, self.activation = up, down, activation
+        self._is_gated = isinstance(up, GatedLinear)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., D]` to the same shape; added to `residual` if it is given."""
-        if self._activation is None:
-            hidden = self.up(x)
-        else:
-            hidden = activated_product(self.up, x, self._activation)
+        """`[..., D]` to the same shape, plus `residual`."""
+        hidden = self.up(x) if self._is_gated else activated_product(self.up, x, self.activation)
         if residual is not None:
             return add_product(self.down, hidden, residual)
         y: torch.Tensor = self.down(hidden)
@@ -91,7 +84,7 @@ class Mlp(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm over the last axis; it reuses the weight of the module that it replaces."""
+    """RMSNorm over the last axis; it shares the weight of the module that it replaces."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -105,12 +98,11 @@ class Norm(nn.Module):
         return rms_norm(rows, self.weight, eps=self.eps, adds_one=self._adds_one).view(x.shape)
 
     def weights(self) -> layer_weights.Norm:
-        """The weights as `vlm_kernels.decoder_layers` expects them."""
         return layer_weights.Norm(self.weight.detach(), self.eps, self._adds_one)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last axis; it reuses the weights of the module that it replaces."""
+    """LayerNorm over the last axis; it shares the weights of the module that it replaces."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -122,7 +114,6 @@ class LayerNorm(nn.Module):
         return layer_norm(rows, self.weight, self.bias, eps=self.eps).view(x.shape)
 
     def weights(self) -> layer_weights.LayerNorm:
-        """The weights as `vlm_kernels.vision_layers` expects them."""
         return layer_weights.LayerNorm(self.weight.detach(), self.bias.detach(), self.eps)
 
 
@@ -134,10 +125,10 @@ def norm_of(norm: Any) -> Norm | LayerNorm | None:
     return LayerNorm(norm) if is_plain and norm.bias is not None else None
 
 
-def packed_layer(layer: Any, **more: Any) -> layer_weights.LayerWeights | None:
+def packed_layer(layer: Any, **fields: Any) -> layer_weights.LayerWeights | None:
     """A layer's weights as `vlm_kernels` expects them; None if the layer is not packed.
 
-    `more` are further fields of LayerWeights.
+    `fields` are other fields of LayerWeights.
     """
     qkv, o, up, down = map(linear_weights, (layer.qkv, layer.o, layer.mlp.up, layer.mlp.down))
     if qkv is None or o is None or up is None or down is None:
@@ -151,7 +142,7 @@ def packed_layer(layer: Any, **more: Any) -> layer_weights.LayerWeights | None:
         down=down,
         scale=layer.scaling,
         activation=layer.mlp.activation,
-        **more,
+        **fields,
     )
 
 
@@ -197,14 +188,10 @@ class DecoderLayer(nn.Module):
         return (x_TD + self.down_norm(self.mlp(self.mlp_norm(x_TD))))[None]
 
     def weights(self, kind: int) -> layer_weights.LayerWeights | None:
-        """The weights as `vlm_kernels.decoder_layers` expects them; None if not packed.
-
-        Args:
-            kind: index of the layer's kind in the native call.
-        """
+        """See `packed_layer`; `kind` is the index of the layer's kind in the native call."""
         norms = {name: getattr(self, name) for name in ("q_norm", "k_norm", "o_norm", "down_norm")}
-        more = {name: norm.weights() for name, norm in norms.items() if norm is not None}
-        return packed_layer(self, kind=kind, **more)
+        weights = {name: norm.weights() for name, norm in norms.items() if norm is not None}
+        return packed_layer(self, kind=kind, **weights)
 
     def _attend(
         self,
@@ -225,3 +212,104 @@ class DecoderLayer(nn.Module):
             self, q, k, v, None, scaling=self.scaling, step=step, sliding_window=self.window
         )
         return o[0].flatten(1)
+
+
+KindKey = tuple[str | None, int | None]
+"""A layer's type, or None if positions do not depend on it, and its window."""
+
+
+class Decoder:
+    """The language model: embeddings to logits; on CPUs in one native call if possible.
+
+        embeddings ─▶ positions ─▶ layers, norm, head ─▶ logits
+                                   if each layer is a `DecoderLayer` packed in bfloat16: one call
+                                   (`vlm_kernels.decoder_layers`)
+                                   else: transformers' model calls layer by layer
+
+    Both ways compute the same values, to the last bit.
+    """
+
+    def __init__(self, text_model: Any, head: nn.Module) -> None:
+        self._text_model, self._head = text_model, head
+        kinds = _layer_kinds(text_model)
+        self._kinds = list(dict.fromkeys(kinds))
+        self._types = {layer_type for layer_type, _ in self._kinds}
+        self._native = _native_layers(text_model, head, kinds)
+
+    def logits(
+        self,
+        embeds_TD: torch.Tensor,
+        positions_PT: torch.Tensor,
+        step: StepContext,
+        rows_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute logits `[R, V]` in the dtype of the head.
+
+        Args:
+            embeds_TD: contiguous; overwritten.
+            positions_PT: int64; P is 1, or 3 for M-RoPE.
+            step: the context of this step.
+            rows_R: int64, packed positions whose logits are computed; None is all.
+        """
+        positions = positions_PT[:, None] if len(positions_PT) > 1 else positions_PT
+        if self._native is None:
+            output = self._text_model(
+                inputs_embeds=embeds_TD[None], position_ids=positions, use_cache=False, step=step
+            )
+            hidden_TD = output.last_hidden_state[0]
+        else:
+            kinds = self._kinds_of_step(embeds_TD, positions, step)
+            arguments = embeds_TD, step.kv_cache, step.slot_mapping, kinds
+            if self._native.tail is not None and rows_R is not None:
+                return self._native.logits(*arguments, rows_R)
+            self._native(*arguments)
+            hidden_TD = self._text_model.norm(embeds_TD)
+        logits: torch.Tensor = self._head(hidden_TD if rows_R is None else hidden_TD[rows_R])
+        return logits
+
+    def _kinds_of_step(
+        self, embeds_TD: torch.Tensor, positions: torch.Tensor, step: StepContext
+    ) -> list[LayerKind]:
+        rotary = self._text_model.rotary_emb
+        tables = {
+            layer_type: rotary(embeds_TD[None], positions, *([layer_type] if layer_type else []))
+            for layer_type in self._types
+        }
+        kinds = []
+        for layer_type, window in self._kinds:
+            cos, sin = (table[0].contiguous() for table in tables[layer_type])
+            kinds.append(LayerKind(cos, sin, step.plan(window)))
+        return kinds
+
+
+def _layer_kinds(text_model: Any) -> list[KindKey]:
+    """The kind of each layer; empty if a layer is not a `DecoderLayer`."""
+    layers = list(text_model.layers)
+    if not all(isinstance(layer, DecoderLayer) for layer in layers):
+        return []
+    by_type = "layer_type" in inspect.signature(text_model.rotary_emb.forward).parameters
+    types = text_model.config.layer_types if by_type else [None] * len(layers)
+    return [(kind, layer.window) for kind, layer in zip(types, layers, strict=True)]
+
+
+def _native_layers(text_model: Any, head: nn.Module, kinds: list[KindKey]) -> DecoderLayers | None:
+    """Build the native call; None if a layer cannot be part of it.
+
+    A head that is not packed, because it shares a large embedding table, is not part of the call.
+    """
+    if not kinds or not has_layers():
+        return None
+    numbers = list(dict.fromkeys(kinds))
+    weights = [
+        layer.weights(numbers.index(kind))
+        for kind, layer in zip(kinds, text_model.layers, strict=True)
+    ]
+    packed = [one for one in weights if one is not None]
+    if len(packed) < len(weights):
+        return None
+    config, norm, linear = text_model.config, text_model.norm, linear_weights(head)
+    heads = Heads(
+        config.num_attention_heads, config.num_key_value_heads, text_model.layers[0].head_dim
+    )
+    tail = Tail(norm.weights(), linear) if isinstance(norm, Norm) and linear is not None else None
+    return DecoderLayers(packed, heads, tail)

@@ -46,8 +46,7 @@ class Packing:
     """Statistics of packing.
 
     Attributes:
-        num_layers: packed linear layers.
-        num_bytes: their bytes after packing.
+        num_bytes: bytes of the packed layers.
         copied_bytes: bytes of copies of shared weights.
         backend: computes the packed layers, except int8 layers on a CPU, which use our kernel.
         num_int8_layers: layers that were rounded to int8.
@@ -62,18 +61,16 @@ class Packing:
     saved_bytes: int = 0
 
     def with_layer(
-        self, weight: torch.Tensor, *, int8: bool = False, is_copy: bool = False
+        self, weight: torch.Tensor, num_bytes: int, *, is_int8: bool, is_copy: bool = False
     ) -> Packing:
-        """The statistics with one more layer."""
-        num_bytes = weight.numel() if int8 else _num_bytes(weight)
-        saved = 0 if is_copy else _num_bytes(weight) - num_bytes
+        """Add a layer whose `weight` has `num_bytes` after packing."""
         return Packing(
             self.num_layers + 1,
             self.num_bytes + num_bytes,
             self.copied_bytes + num_bytes * is_copy,
             self.backend,
-            self.num_int8_layers + int8,
-            self.saved_bytes + saved,
+            self.num_int8_layers + is_int8,
+            self.saved_bytes + (0 if is_copy else weight.nbytes - num_bytes),
         )
 
 
@@ -111,7 +108,6 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """The fields that `repr` prints, as for `nn.Linear`."""
         kind = "int8" if self.packed is not None and self.packed.is_int8 else "packed"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
@@ -212,20 +208,17 @@ def _onednn_has_bfloat16() -> bool:
 
 
 def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packing:
-    """Replace the linear layers of a model by packed ones, and unmap its files.
+    """Replace the linear layers of a bfloat16 model on a CPU by packed ones, and unmap its files.
 
-    Layers are replaced one by one, after the embedding tables, which are often the largest. The
-    pages of a weight are dropped before the next is read, so weights are never in memory twice.
-
-    Args:
-        model: in bfloat16, on a CPU.
-        int8: parts of the model whose linear layers are rounded to int8. If this CPU does not
-            multiply bfloat16, only these are packed.
+    The linear layers of the parts `int8` are rounded to int8. Layers are replaced one by one, after
+    the embedding tables, which are often the largest. The pages of a weight are dropped before the
+    next is read, so weights are never in memory twice. If this CPU does not multiply bfloat16, only
+    the layers in int8 are packed.
     """
     packs_bfloat16 = _onednn_has_bfloat16()
     users = _users(model)
     rounded = {id(module) for part in int8 for module in part.modules()}
-    total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
+    total = sum(parameter.nbytes for parameter in set(model.parameters()))
     backend = "native" if has_kernel() else "onednn" if packs_bfloat16 else "none"
     packing = Packing(backend=backend)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -236,22 +229,26 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
             weights: list[Any] = [part.weight for part in joint.parts]
             joint.pack(int8=is_int8)
             for weight in weights:
-                _give_back(weight)
-                packing = packing.with_layer(weight, int8=is_int8)
+                _drop_pages(weight)
+                num_bytes = weight.numel() if is_int8 else weight.nbytes
+                packing = packing.with_layer(weight, num_bytes, is_int8=is_int8)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear:
                 continue
             is_shared = users[id(child.weight)] > 1
-            if is_shared and _num_bytes(child.weight) > total * MAX_COPY_SHARE:
+            if is_shared and child.weight.nbytes > total * MAX_COPY_SHARE:
                 continue
             is_int8 = id(child) in rounded
             if not is_int8 and not packs_bfloat16:
                 continue
             setattr(parent, name, PackedLinear(child, int8=is_int8))
             if not is_shared:
-                _give_back(child.weight)
-            packing = packing.with_layer(child.weight, int8=is_int8, is_copy=is_shared)
+                _drop_pages(child.weight)
+            num_bytes = child.weight.numel() if is_int8 else child.weight.nbytes
+            packing = packing.with_layer(
+                child.weight, num_bytes, is_int8=is_int8, is_copy=is_shared
+            )
     _own(set(model.parameters()) - tables)
     for buffer in model.buffers():
         buffer.data = buffer.detach().clone()
@@ -261,10 +258,6 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
 
 def _own_bias(bias: torch.Tensor | None) -> nn.Parameter | None:
     return None if bias is None else nn.Parameter(bias.detach().clone(), False)
-
-
-def _num_bytes(weight: torch.Tensor) -> int:
-    return weight.numel() * weight.element_size()
 
 
 def _users(model: nn.Module) -> dict[int, int]:
@@ -281,16 +274,16 @@ def _own(parameters: Collection[torch.Tensor]) -> None:
     for parameter in parameters:
         mapped = parameter.data
         parameter.data = mapped.clone()
-        _give_back(mapped)
+        _drop_pages(mapped)
 
 
-def _give_back(weight: torch.Tensor) -> None:
+def _drop_pages(weight: torch.Tensor) -> None:
     """Let the kernel drop the pages of a weight that is not read again.
 
     A file stays mapped until its last tensor is freed; its pages need not stay in memory.
     """
     start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (weight.data_ptr() + weight.numel() * weight.element_size()) // mmap.PAGESIZE
+    end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE
     size = end * mmap.PAGESIZE - start
     if size > 0:
         advise(start, size, DONTNEED)

@@ -70,38 +70,32 @@ FLOAT_BYTES: Final = 4
 def step_bytes(text: Any, *, num_tokens: int, num_rows: int, element_bytes: int) -> int:
     """Estimate the temporary bytes of one step of a language model.
 
-    Args:
-        text: transformers' config of the language model.
-        num_tokens: packed tokens of the step.
-        num_rows: rows whose logits are computed.
-        element_bytes: bytes of an activation.
+    `text` is transformers' config of the model. `num_rows` rows of logits are computed. An
+    activation has `element_bytes`.
     """
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = (text.num_attention_heads + 2 * text.num_key_value_heads) * head_dim
-    a_token = 4 * text.hidden_size + 2 * heads + 3 * text.intermediate_size
+    per_token = 4 * text.hidden_size + 2 * heads + 3 * text.intermediate_size
     logits = num_rows * text.vocab_size * (element_bytes + 2 * FLOAT_BYTES)
-    return num_tokens * a_token * element_bytes + logits
+    return num_tokens * per_token * element_bytes + logits
 
 
 def encode_bytes(vision: Any, family: Family, *, num_tokens: int, element_bytes: int) -> int:
-    """Estimate the temporary bytes of one call of a vision tower.
+    """Estimate the temporary bytes of one call of a vision tower for `num_tokens` visual tokens.
 
-    Args:
-        vision: transformers' config of the tower.
-        family: the model's family.
-        num_tokens: visual tokens of the call; at least the largest image is assumed.
-        element_bytes: bytes of an activation.
+    `vision` is transformers' config of the tower. The call has at least the largest image. An
+    activation has `element_bytes`.
     """
     largest = family.geometry(LARGE_SIDE, LARGE_SIDE)
     num_patches = math.prod(largest.grid_thw)
-    patches_of_token = math.ceil(num_patches / largest.num_tokens)
-    num_patches = max(num_patches, num_tokens * patches_of_token)
+    patches_per_token = math.ceil(num_patches / largest.num_tokens)
+    num_patches = max(num_patches, num_tokens * patches_per_token)
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     inner = getattr(vision, "intermediate_size", None) or int(
         width * getattr(vision, "mlp_ratio", 4)
     )
-    given = 2 * FLOAT_BYTES * family.processor.patch_dim
-    return int(num_patches * (given + (8 * width + 3 * inner) * element_bytes))
+    input_bytes = 2 * FLOAT_BYTES * family.processor.patch_dim
+    return int(num_patches * (input_bytes + (8 * width + 3 * inner) * element_bytes))
 
 
 DTYPES = {
@@ -118,14 +112,9 @@ DEFAULT_CPU_BYTES = 1 << 30  # bounds the default share of host memory
 def make_kv_layout(
     text: Any, revision: str, *, dtype: torch.dtype, kv_dtype: str, block_size: int
 ) -> KVLayout:
-    """Choose the KV layout of a language model.
+    """Choose the KV layout of a language model with transformers' config `text`.
 
-    Args:
-        text: transformers' config of the language model.
-        revision: the model's revision.
-        dtype: of the weights.
-        kv_dtype: of the cache; `auto` is `dtype`.
-        block_size: tokens per block.
+    `dtype` is that of the weights, `kv_dtype` that of the cache; `auto` is the former.
 
     Raises:
         ModelConfigError: a setting is not supported.

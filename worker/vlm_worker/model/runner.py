@@ -21,13 +21,12 @@ from vlm_kernels import (
     sample_tokens,
     scatter_blocks,
 )
-from vlm_worker.core.families import Family
 from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
-from vlm_worker.model.decoder import Decoder
 from vlm_worker.model.gpu.graphs import DecodeGraphs
 from vlm_worker.model.gpu.streams import SingleStream
+from vlm_worker.model.layers import Decoder
 from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import KVPrefault, dtype_name, encode_bytes, make_kv_cache, step_bytes
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
@@ -36,11 +35,9 @@ from vlm_worker.wire.buffers import HostRegions
 
 
 def sample(logits_RV: torch.Tensor, params: SampleParams) -> StepOutput:
-    """Sample a token per row, with logprobs for the rows that want them.
+    """Sample a token per row, with logprobs for the rows that request them.
 
-    Args:
-        logits_RV: in the dtype of the head, R rows over V tokens; not modified.
-        params: of the same R rows; temperature 0 is greedy.
+    `logits_RV` is in the dtype of the head, R rows over V tokens; not modified.
     """
     return StepOutput(*sample_tokens(logits_RV, params))
 
@@ -59,82 +56,54 @@ class ModelRunner:
         self, loaded: LoadedModel, revision: str, *, kv_layout: KVLayout | None, num_blocks: int
     ) -> None:
         self._loaded, self._model = loaded, loaded.model
-        self._device = loaded.device
-        self._kv_layout, self._num_blocks = kv_layout, num_blocks
-        self._embed_layout = EmbedLayout(
-            revision, loaded.family.hidden_size, 0, dtype_name(loaded.dtype)
+        self.device, self.family = loaded.device, loaded.family
+        self.weights_bytes = loaded.weights_bytes
+        self.kv_layout, self.num_blocks = kv_layout, num_blocks
+        self.embed_layout = EmbedLayout(
+            revision, self.family.hidden_size, 0, dtype_name(loaded.dtype)
         )
+        self.vocab_size: int = self._model.config.get_text_config().vocab_size
         self._kv_cache = torch.empty(0)
         if kv_layout is not None:
-            self._kv_cache = make_kv_cache(kv_layout, num_blocks, self._device)
-        has_pages = kv_layout is not None and self._device.type == "cpu"
+            self._kv_cache = make_kv_cache(kv_layout, num_blocks, self.device)
+        has_pages = kv_layout is not None and self.device.type == "cpu"
         self._kv_pages = KVPrefault(self._kv_cache) if has_pages else None
         self._decoder: Decoder | None = None
         if loaded.has_lm:
-            head = getattr(self._model, loaded.family.spec.head)
+            head = getattr(self._model, self.family.spec.head)
             self._decoder = Decoder(self._model.get_decoder(), head)
-        self._graphs: DecodeGraphs | None = None
-        self._streams = SingleStream()
-        self._images = ImageEncoder(self._model, loaded.family.processor, device=self._device)
-
-    @property
-    def family(self) -> Family:
-        return self._loaded.family
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the loaded weights."""
-        return self._loaded.weights_bytes
-
-    @property
-    def kv_layout(self) -> KVLayout | None:
-        """None if neither prefill nor decode is loaded."""
-        return self._kv_layout
-
-    @property
-    def embed_layout(self) -> EmbedLayout:
-        """The layout of exported and imported embedding rows."""
-        return self._embed_layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits per token."""
-        size: int = self._model.config.get_text_config().vocab_size
-        return size
+        self.graphs: DecodeGraphs | None = None
+        self.streams = SingleStream()
+        self._images = ImageEncoder(self._model, self.family.processor, device=self.device)
 
     def work_bytes(self, *, num_tokens: int, num_rows: int, num_visual_tokens: int) -> int:
         """Estimate the temporary host memory of one step and one encoder call, in bytes.
 
         With a GPU, only the patches use host memory.
         """
-        config, on_host = self._model.config, self._device.type == "cpu"
+        config, on_host = self._model.config, self.device.type == "cpu"
         element_bytes = self._loaded.dtype.itemsize if on_host else 0
-        found = 0
+        num_bytes = 0
         if self._loaded.has_encoder:
-            found += encode_bytes(
+            num_bytes += encode_bytes(
                 config.vision_config,
                 self.family,
                 num_tokens=num_visual_tokens,
                 element_bytes=element_bytes,
             )
         if self._loaded.has_lm and on_host:
-            found += step_bytes(
+            num_bytes += step_bytes(
                 config.get_text_config(),
                 num_tokens=num_tokens,
                 num_rows=num_rows,
                 element_bytes=element_bytes,
             )
-        return found
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of KV blocks, the null block 0 included."""
-        return self._num_blocks
+        return num_bytes
 
     @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Run one packed step, and sample its R rows."""
-        with self._streams.steps():
+        with self.streams.steps():
             return sample(self._logits(inputs), inputs.sampling)
 
     @torch.inference_mode()
@@ -143,7 +112,7 @@ class ModelRunner:
 
         The result is a copy: a replayed graph overwrites the logits of the step before it.
         """
-        with self._streams.steps():
+        with self.streams.steps():
             return self._logits(inputs).to(torch.float32, copy=True)
 
     @torch.inference_mode()
@@ -155,22 +124,22 @@ class ModelRunner:
         """
         if not self._loaded.has_encoder:
             raise EngineError("the stage encoder is not loaded here")
-        with self._streams.images():
-            found = self._images.encode(images)
-            made = self._streams.made()
+        with self.streams.images():
+            results = self._images.encode(images)
+            made = self.streams.made()
         return [
-            one if isinstance(one, Exception) else dataclasses.replace(one, made=made)
-            for one in found
+            result if isinstance(result, Exception) else dataclasses.replace(result, made=made)
+            for result in results
         ]
 
     def encode_async(self, call: Callable[[], T]) -> Future[T] | None:
         """Start `call` overlapped with steps; None if the caller must run it between steps."""
-        return self._streams.encode_async(call)
+        return self.streams.encode_async(call)
 
     def export_embedding(self, embedding: Embedding) -> memoryview:
         """The rows as flat bytes of `[num_tokens, row_bytes]`."""
-        with self._streams.steps():
-            rows = self._taken(embedding).contiguous().view(torch.uint8).cpu()
+        with self.streams.steps():
+            rows = self._wait_for(embedding).contiguous().view(torch.uint8).cpu()
         return rows.numpy().reshape(-1).data
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
@@ -180,7 +149,7 @@ class ModelRunner:
             CorruptTransferError: the size is wrong, or a value is not finite. Such a value would
                 reach KV that other requests share before the first logits show it.
         """
-        row_bytes = self._embed_layout.row_bytes
+        row_bytes = self.embed_layout.row_bytes
         if rows.nbytes != num_tokens * row_bytes:
             raise CorruptTransferError(
                 f"an embedding of {num_tokens} tokens has {num_tokens * row_bytes} bytes, "
@@ -190,24 +159,22 @@ class ModelRunner:
         values = torch.from_numpy(data).view(self._loaded.dtype)
         if not is_finite(values):
             raise CorruptTransferError(f"an embedding of {num_tokens} tokens is not finite")
-        with self._streams.steps():
-            return Embedding(values.to(self._device))
+        with self.streams.steps():
+            return Embedding(values.to(self.device))
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         """Copy whole blocks to `out`, or to new memory: flat bytes `[num_ids, block_bytes]`."""
         ids = np.asarray(block_ids, np.int64)
-        room = None if out is None else np.frombuffer(out, np.uint8).reshape(len(ids), -1)
-        with self._streams.steps():
-            return gather_blocks(self._kv_cache, ids, room).reshape(-1).data
+        target = None if out is None else np.frombuffer(out, np.uint8).reshape(len(ids), -1)
+        with self.streams.steps():
+            return gather_blocks(self._kv_cache, ids, target).reshape(-1).data
 
     def block_memory(
         self, block_ids: Sequence[int], *, to_write: bool = False
     ) -> HostRegions | None:
         """Views of whole blocks, `[block_bytes]` each; None if the cache is on a GPU.
 
-        Args:
-            block_ids: the blocks.
-            to_write: the caller writes them; only from the runner's thread.
+        Only the runner's thread may call it with `to_write`: the caller writes the blocks.
         """
         if self._kv_cache.device.type != "cpu":
             return None
@@ -217,29 +184,28 @@ class ModelRunner:
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer; raises CorruptTransferError on a wrong size."""
-        assert self._kv_layout is not None
+        assert self.kv_layout is not None
         assert 0 not in block_ids, "the null block holds zeros"
-        block_bytes = self._kv_layout.block_bytes
+        block_bytes = self.kv_layout.block_bytes
         if data.nbytes != len(block_ids) * block_bytes:
             raise CorruptTransferError(
                 f"{len(block_ids)} KV blocks have {len(block_ids) * block_bytes} bytes, "
                 f"not {data.nbytes}"
             )
         blocks = np.frombuffer(data, np.uint8).reshape(len(block_ids), block_bytes)
-        with self._streams.steps():
+        with self.streams.steps():
             scatter_blocks(self._kv_cache, self._to_write(block_ids), blocks)
 
     def embedding_bytes(self, embedding: Embedding) -> int:
-        """Bytes of an embedding, for the budget of the encoder cache."""
         return embedding.num_bytes
 
-    def graphs(self, sizes: Sequence[int], max_model_len: int) -> DecodeGraphs:
+    def make_graphs(self, sizes: Sequence[int], max_model_len: int) -> DecodeGraphs:
         """Make decode graphs of these sizes for this model and KV cache; none is captured yet."""
-        assert self._kv_layout is not None
+        assert self.kv_layout is not None
         return DecodeGraphs(
             self._forward,
             self._kv_cache,
-            self._kv_layout,
+            self.kv_layout,
             num_heads=self._num_heads,
             sizes=sizes,
             num_position_rows=self.family.num_position_rows,
@@ -250,14 +216,6 @@ class ModelRunner:
         """Prefault the next pages of the KV cache; False if there is nothing to do."""
         return self._kv_pages is not None and self._kv_pages.prefault_next()
 
-    def use_graphs(self, graphs: DecodeGraphs | None) -> None:
-        """Use these graphs for the steps that they support; None disables graphs."""
-        self._graphs = graphs
-
-    def use_streams(self, streams: SingleStream) -> None:
-        """Use these streams from now on."""
-        self._streams = streams
-
     @property
     def _num_heads(self) -> int:
         heads: int = self._model.config.get_text_config().num_attention_heads
@@ -265,11 +223,11 @@ class ModelRunner:
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[R, vocabulary]` in the dtype of the head; valid until the next step."""
-        replayed = None if self._graphs is None else self._graphs.logits(inputs)
+        replayed = None if self.graphs is None else self.graphs.logits(inputs)
         if replayed is not None:
             return replayed
-        positions = torch.tensor(inputs.positions, device=self._device)
-        rows = torch.tensor(inputs.sample_rows, device=self._device)
+        positions = torch.tensor(inputs.positions, device=self.device)
+        rows = torch.tensor(inputs.sample_rows, device=self.device)
         return self._decode(self._embed(inputs), positions, self._step_context(inputs), rows)
 
     def _forward(
@@ -290,15 +248,15 @@ class ModelRunner:
 
     def _embed(self, inputs: StepInputs) -> torch.Tensor:
         """Token embeddings `[T, D]` with image rows in place of placeholders."""
-        embeds = self._rows(torch.tensor(inputs.token_ids, device=self._device))
+        embeds = self._rows(torch.tensor(inputs.token_ids, device=self.device))
         for part in inputs.image_rows:
-            rows = self._taken(part.embedding)[part.src_start : part.src_start + part.num_rows]
+            rows = self._wait_for(part.embedding)[part.src_start : part.src_start + part.num_rows]
             embeds[part.dst_start : part.dst_start + part.num_rows] = rows
         return embeds
 
-    def _taken(self, embedding: Embedding) -> torch.Tensor:
-        """The rows of an embedding, after the stream of steps was made to wait for them."""
-        self._streams.take(embedding.rows, embedding.made)
+    def _wait_for(self, embedding: Embedding) -> torch.Tensor:
+        """Make the stream of steps wait for an embedding; returns its rows."""
+        self.streams.take(embedding.rows, embedding.made)
         return embedding.rows
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -321,7 +279,7 @@ class ModelRunner:
         return ids
 
     def _step_context(self, inputs: StepInputs) -> StepContext:
-        layout = self._kv_layout
+        layout = self.kv_layout
         assert layout is not None
 
         def make_plan(window: int | None) -> AttentionPlan:
@@ -339,5 +297,5 @@ class ModelRunner:
 
         if self._kv_pages is not None:
             self._kv_pages.use(inputs.slot_mapping // layout.block_size)
-        slots = torch.tensor(inputs.slot_mapping, device=self._device)
+        slots = torch.tensor(inputs.slot_mapping, device=self.device)
         return StepContext(self._kv_cache, slots, make_plan)

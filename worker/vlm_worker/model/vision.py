@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from vlm_kernels import rope
-from vlm_kernels.layer_weights import Heads, LayerWeights
+from vlm_kernels.layer_weights import Heads
 from vlm_kernels.native_layers import has_layers
 from vlm_kernels.segments import Segments, whole_segments
 from vlm_kernels.vision_layers import VisionLayers
@@ -53,8 +53,7 @@ class Embedding:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `rows`."""
-        return self.rows.numel() * self.rows.element_size()
+        return self.rows.nbytes
 
 
 class PatchProjection(nn.Module):
@@ -141,8 +140,8 @@ class ImageEncoder:
 
 def is_finite(rows: torch.Tensor) -> bool:
     """Whether all values are finite; `aminmax` returns NaN if any value is NaN."""
-    least, most = torch.aminmax(rows)
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+    minimum, maximum = torch.aminmax(rows)
+    return bool(torch.isfinite(minimum) & torch.isfinite(maximum))
 
 
 def _joined(values: Sequence[np.ndarray]) -> torch.Tensor:
@@ -170,7 +169,7 @@ def _runs(blocks: list[nn.Module], whole: frozenset[int]) -> Iterator[list[Visio
 
     def kind(numbered: tuple[int, nn.Module]) -> tuple[bool, bool]:
         number, block = numbered
-        return isinstance(block, VisionBlock) and block.layer() is not None, number in whole
+        return isinstance(block, VisionBlock) and packed_layer(block) is not None, number in whole
 
     for (is_packed, _), numbered in itertools.groupby(enumerate(blocks), kind):
         if is_packed:
@@ -221,15 +220,13 @@ class VisionBlock(nn.Module):
 
     def join(self, following: list[VisionBlock]) -> None:
         """Compute this and the following blocks in one call; all of them must be packed."""
-        layers = [layer for block in (self, *following) if (layer := block.layer()) is not None]
+        layers = [
+            layer for block in (self, *following) if (layer := packed_layer(block)) is not None
+        ]
         head_dim = layers[0].qkv.weights.num_outputs // (3 * self._num_heads)
         self.native = VisionLayers(layers, Heads(self._num_heads, self._num_heads, head_dim))
         for block in following:
             block.is_joined = True
-
-    def layer(self) -> LayerWeights | None:
-        """The weights as `vlm_kernels.vision_layers` expects them; None if not packed."""
-        return packed_layer(self)
 
 
 @functools.lru_cache(maxsize=4)

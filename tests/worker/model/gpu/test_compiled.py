@@ -159,7 +159,7 @@ def gated_mlps(dtype: torch.dtype) -> nn.ModuleList:
     layers = nn.ModuleList()
     for _ in range(2):
         gate, up, down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-        layers.append(Mlp(GatedLinear(gate, up, Activation.GELU), down))
+        layers.append(Mlp(GatedLinear(gate, up, Activation.GELU), down, Activation.GELU))
     for weights in layers.parameters():
         weights.requires_grad_(False).normal_(0, 0.3, generator=rng)
     return layers.to(dtype)

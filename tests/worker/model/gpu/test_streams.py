@@ -66,10 +66,10 @@ class NeverKeeping(OverlappedStreams):
 def test_images_beside_steps_change_no_answer_and_race_with_nothing(
     runner: ModelRunner, seen: Question
 ) -> None:
-    runner.use_streams(SingleStream())
+    runner.streams = SingleStream()
     want = answers(runner, seen)
     queues = WatchedQueues()
-    runner.use_streams(OverlappedStreams(queues))
+    runner.streams = OverlappedStreams(queues)
     assert answers(runner, seen) == want
     assert queues.races == []
     steps, encodes = queues.num_operations[1], queues.num_operations[2]
@@ -88,7 +88,7 @@ def test_a_hand_over_without_its_parts_is_a_race(
     runner: ModelRunner, seen: Question, streams: type[OverlappedStreams], said: str
 ) -> None:
     queues = WatchedQueues()
-    runner.use_streams(streams(queues))
+    runner.streams = streams(queues)
     answers(runner, seen)
     assert any(said in race for race in queues.races), "the queues do not notice"
 

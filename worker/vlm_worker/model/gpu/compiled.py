@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.fx.experimental import _config as shapes
 
-from vlm_kernels import gpu
 from vlm_worker.model.layers import Mlp
 from vlm_worker.model.linear import GatedLinear
 
@@ -79,18 +78,13 @@ class CompiledLayers:
                 extra={"error": repr(error)},
             )
         self._compiled = None
-        for one in self._layers:
-            del one.forward
+        for compiled in self._layers:
+            del compiled.forward
         return self._plain(layer, *args, **kwargs)
 
     def _use(self, forward: Callable[..., Any]) -> None:
         for layer in self._layers:
             layer.forward = functools.partial(forward, layer)
-
-
-def can_compile(device: torch.device) -> bool:
-    """Whether layers on this device are compiled: a GPU that `vlm_kernels.gpu` serves."""
-    return device.type == "cuda" and gpu.serves(device)
 
 
 def compile_layers(
@@ -106,7 +100,7 @@ def compile_layers(
         torch.compile, fullgraph=True, dynamic=True, options=OPTIONS
     )
     by_class: dict[type, list[nn.Module]] = {}
-    for layer in _found(model):
+    for layer in _layers_to_compile(model):
         by_class.setdefault(type(layer), []).append(layer)
     return [CompiledLayers(layers, compiler) for layers in by_class.values()]
 
@@ -121,11 +115,11 @@ def freeze(parts: Sequence[CompiledLayers]) -> None:
         )
 
 
-def _found(parent: nn.Module) -> Iterator[nn.Module]:
+def _layers_to_compile(parent: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost layers to compile; their children are compiled with them."""
     for child in parent.children():
         gated = isinstance(child, Mlp) and isinstance(child.up, GatedLinear)
         if gated or type(child).__name__ in CLASSES:
             yield child
         else:
-            yield from _found(child)
+            yield from _layers_to_compile(child)

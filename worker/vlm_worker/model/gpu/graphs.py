@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from vlm_kernels import gpu
 from vlm_worker.core.step_values import StepInputs
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.gpu.decode_steps import StaticStep, is_decode, size_for, static_steps
@@ -79,8 +78,8 @@ class DecodeGraphs:
         for size in sorted(self._steps, reverse=True)[:2]:
             self._capture(self._steps[size], capture)
             free.append(free_bytes())
-        taken = [before - after for before, after in itertools.pairwise(free)]
-        return total_bytes(taken, len(self._steps))
+        used = [before - after for before, after in itertools.pairwise(free)]
+        return total_bytes(used, len(self._steps))
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor | None:
@@ -144,11 +143,6 @@ class GpuCapture:
         return replay
 
 
-def can_capture(device: torch.device) -> bool:
-    """Whether all kernels of a step on this device can be captured."""
-    return device.type == "cuda" and gpu.serves(device)
-
-
 def trial_bytes(graphs: DecodeGraphs, device: torch.device) -> int:
     """Estimate the GPU memory of graphs in bytes; 0 if they cannot be captured."""
 
@@ -182,12 +176,12 @@ def captured(graphs: DecodeGraphs, device: torch.device) -> DecodeGraphs | None:
     return graphs
 
 
-def total_bytes(taken: Sequence[int], num_graphs: int) -> int:
+def total_bytes(used: Sequence[int], num_graphs: int) -> int:
     """Extrapolate the bytes of all graphs.
 
     Args:
-        taken: bytes of the largest graph, and of the next one in the same pool, if there is one.
+        used: bytes of the largest graph, and of the next one in the same pool, if there is one.
         num_graphs: number of graphs.
     """
-    largest, *another = (max(0, num_bytes) for num_bytes in taken)
+    largest, *another = (max(0, num_bytes) for num_bytes in used)
     return largest + sum(another) * (num_graphs - 1)

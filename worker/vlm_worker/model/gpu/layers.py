@@ -14,7 +14,6 @@ products may be slower. On CPUs, int8 rounds weights and activations (`docs/deci
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch import nn
 
 from vlm_kernels import (
     Activation,
-    QuantisedWeights,
     add_rms_norm,
     paged_attention,
     quantise_weights,
@@ -149,7 +147,7 @@ class FusedLayers(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer; it reuses the modules of the layer that it replaces."""
+    """One decoder layer; it shares the modules of the layer that it replaces."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         super().__init__()
@@ -220,7 +218,6 @@ class QuantisedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """The fields that `repr` prints, as for `nn.Linear`."""
         kind = f"int4 by {self.weights.group}" if self.weights.is_int4 else "int8"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
@@ -242,23 +239,13 @@ def quantise_linears(model: nn.Module, parts: Collection[nn.Module], *, weights:
             continue
         if id(child.weight) in tables:
             continue
-        made = QuantisedLinear(child, group=_group(child) if weights == "int4" else None)
-        setattr(parent, name, made)
-        packing = _with_layer(packing, child.weight, made.weights)
+        linear = QuantisedLinear(child, group=_group(child) if weights == "int4" else None)
+        setattr(parent, name, linear)
+        num_bytes = linear.weights.codes.nbytes + linear.weights.scales.nbytes
+        packing = packing.with_layer(child.weight, num_bytes, is_int8=not linear.weights.is_int4)
     return packing
 
 
 def _group(linear: nn.Linear) -> int | None:
     """The largest group size that divides a layer's inputs; None means int8."""
     return max((group for group in GROUPS if linear.in_features % group == 0), default=None)
-
-
-def _with_layer(packing: Packing, before: torch.Tensor, after: QuantisedWeights) -> Packing:
-    num_bytes = sum(x.numel() * x.element_size() for x in (after.codes, after.scales))
-    return dataclasses.replace(
-        packing,
-        num_layers=packing.num_layers + 1,
-        num_bytes=packing.num_bytes + num_bytes,
-        num_int8_layers=packing.num_int8_layers + (not after.is_int4),
-        saved_bytes=packing.saved_bytes + before.numel() * before.element_size() - num_bytes,
-    )

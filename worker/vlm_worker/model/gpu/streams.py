@@ -85,23 +85,21 @@ class OverlappedStreams(SingleStream):
                 queues.wait(loaded)
 
     def steps(self) -> contextlib.AbstractContextManager[Any]:
-        """See `SingleStream`."""
         return self._queues.on(self._steps)
 
     def images(self) -> contextlib.AbstractContextManager[Any]:
-        """See `SingleStream`."""
         return self._queues.on(self._images)
 
     def encode_async(self, call: Callable[[], T]) -> Future[T] | None:
-        """See `SingleStream`; calls run one after the other."""
+        """Calls run one after the other."""
         return self._thread.submit(call)
 
     def made(self) -> Any:
-        """See `SingleStream`; called inside `images`."""
+        """Called inside `images`."""
         return self._queues.record()
 
     def take(self, x: torch.Tensor, made: Any) -> None:
-        """See `SingleStream`; called inside `steps`."""
+        """Called inside `steps`."""
         if made is not None:
             self._queues.wait(made)
             self._queues.keep(x)
@@ -114,23 +112,19 @@ class CudaStreams:
         self._device = device
 
     def stream(self, *, priority: int) -> Any:
-        """See `DeviceStreams`."""
         return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """See `DeviceStreams`; also makes its GPU the current device."""
+        """Also makes the stream's GPU the current device."""
         return torch.cuda.stream(stream)
 
     def record(self) -> Any:
-        """See `DeviceStreams`."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, event: Any) -> None:
-        """See `DeviceStreams`."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def keep(self, x: torch.Tensor) -> None:
-        """See `DeviceStreams`."""
         x.record_stream(torch.cuda.current_stream(self._device))
 
 
