@@ -8,14 +8,14 @@ import signal
 import sys
 
 from vlm_worker.errors import WorkerError
-from vlm_worker.serve.process import keep_compiled, log_as_json, log_as_text, set_malloc_thresholds
-from vlm_worker.settings import (
-    GatewaySettings,
-    ServeSettings,
-    Settings,
-    WorkerSettings,
-    parse,
+from vlm_worker.serve.process import (
+    exit_with_parent,
+    keep_compiled,
+    log_as_json,
+    log_as_text,
+    set_malloc_thresholds,
 )
+from vlm_worker.settings import GatewaySettings, ServeSettings, Settings, WorkerSettings, parse
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     # The kernel does not deliver SIGTERM to PID 1 without a handler. Until the command installs its
     # own, a deleted pod would otherwise run until its grace period ends.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    environ = os.environ  # noqa: TID251  the one place that reads it
+    environ = os.environ  # noqa: TID251  only this module reads it
     settings = parse(sys.argv[1:], environ)
     # With shared cores, torch threads that spin take cores from the threads that they wait for: a
     # step takes twenty times as long. OpenMP reads this variable when torch is imported.
@@ -42,8 +42,6 @@ def main() -> None:
 
 def _run(settings: Settings) -> int:
     if not isinstance(settings, ServeSettings) and settings.parent is not None:
-        from vlm_worker.serve.process import exit_with_parent
-
         exit_with_parent(settings.parent)
     if isinstance(settings, WorkerSettings):
         from vlm_worker.serve.worker import run_worker

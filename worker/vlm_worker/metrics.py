@@ -47,16 +47,15 @@ class Metric(Generic[S]):
     stats: str = ""
 
     def family(self, value: Value) -> Family | None:
-        """What `/metrics` shows."""
+        """The series in `/metrics`."""
         if value is None:
             return None
         labels = [self.label] if self.label else []
         family: Any = self.kind.value(self.name, self.text, labels=labels)
         series = value if isinstance(value, Mapping) else {None: value}
-        for word, number in series.items():
-            family.add_metric([] if word is None else [word], number)
-        found: Family = family
-        return found
+        for label_value, number in series.items():
+            family.add_metric([] if label_value is None else [label_value], number)
+        return family  # type: ignore[no-any-return]
 
 
 def families(table: Iterable[Metric[S]], state: S) -> Iterator[Family]:

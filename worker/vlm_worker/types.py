@@ -40,7 +40,7 @@ class Modality(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why an answer ended on this worker. DRAINED: continue it on another one."""
+    """Why an answer ended on this worker. DRAINED: it continues on another one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -146,7 +146,7 @@ PARAMETERS: Final = [
     for field in an.fields_of(SamplingParams)
     if (parameter := field.marker(Parameter)) is not None
 ]
-"""The sampling parameters of the API that are numbers or truths."""
+"""The sampling parameters of the API that are numbers or Booleans."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,7 +165,6 @@ class ImageItem:
 
     @property
     def end(self) -> int:
-        """Index after the last placeholder."""
         return self.offset + self.num_tokens
 
 
@@ -220,7 +219,6 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
         return self.token_bytes * self.block_size
 
     @property

@@ -101,7 +101,7 @@ def work():
 
 async def main():
     before = process.resident_bytes()
-    task = asyncio.create_task(process.give_back_freed_memory())
+    task = asyncio.create_task(process.return_freed_memory())
     await asyncio.sleep(0.05)
     thread = threading.Thread(target=work)
     thread.start()

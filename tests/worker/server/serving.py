@@ -55,7 +55,7 @@ async def serving(role: str, *flags: str) -> AsyncIterator[Serving]:
     has_kv = settings.stages != {Stage.ENCODER}
     runner = ChecksumRunner(129, block_size=4, has_kv=has_kv)
     facts = ModelFacts(8, 8, 1276, 0, "int64")
-    loaded = Loaded(runner, FAMILY, plain_positions, (), "checksum", 512, facts)
+    loaded = Loaded(runner, FAMILY, plain_positions, (), 512, facts)
     server = WorkerServer(settings)
     await server.open()
     try:

@@ -48,7 +48,7 @@ async def test_a_stalled_upload_ends_and_leaves_nothing() -> None:
         assert SEND_IMAGES in dict(await call.initial_metadata())
         await call.write(pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=b"x")))
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
-        assert "no bytes of the images came for 0.8 s" in await call.details()
+        assert "no bytes of the images arrived for 0.8 s" in await call.details()
         await assert_idle(worker.server)
 
 

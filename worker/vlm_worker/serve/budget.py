@@ -29,6 +29,7 @@ from vlm_worker.transfer.transport import STREAM
 from vlm_worker.types import Stage
 
 DEFAULT_UPLOADS: Final = 512 << 20
+DEFAULT_COLD_CACHE_BYTES: Final = 1 << 30
 MIN_DECODERS: Final = 2
 MAX_DECODERS: Final = 16
 QUEUED_IMAGES: Final = 8
@@ -61,18 +62,18 @@ def plan_memory(
     Raises:
         ValueError: the container's limit or a flag is too small; the text gives the minimum.
     """
-    most = num_decoders(settings)
-    least = most if settings.decode_processes else 1
+    max_decoders = num_decoders(settings)
+    min_decoders = max_decoders if settings.decode_processes else 1
     if Stage.ENCODER not in settings.stages:
-        most = least = 0
-    divided = functools.partial(
+        max_decoders = min_decoders = 0
+    plan_for = functools.partial(
         _plan, settings, loaded, resident_bytes=resident_bytes, gateway_bytes=gateway_bytes
     )
-    wanted = min(QUEUED_IMAGES * image_bytes(loaded.family), divided(least).requests.images)
-    for count in range(most, least - 1, -1):
-        plan = divided(count)
+    target = min(QUEUED_IMAGES * image_bytes(loaded.family), plan_for(min_decoders).requests.images)
+    for count in range(max_decoders, min_decoders - 1, -1):
+        plan = plan_for(count)
         fits = loaded.limit_bytes is None or plan.declared.total <= loaded.limit_bytes
-        if fits and plan.requests.images >= wanted:
+        if fits and plan.requests.images >= target:
             break
     plan.declared.check(loaded.limit_bytes)
     return plan
@@ -110,8 +111,8 @@ def _plan(
     )
     available = loaded.available_bytes
     if available is not None:
-        coming = rest.total - rest.weights - rest.process
-        available = min(available // 2, max(available - coming, 0))
+        not_yet_allocated = rest.total - rest.weights - rest.process
+        available = min(available // 2, max(available - not_yet_allocated, 0))
         if loaded.limit_bytes is not None:
             available = min(available, max(loaded.limit_bytes - rest.total, 0))
     requests = request_memory(
@@ -142,10 +143,10 @@ def request_memory(
         ValueError: the flag's value is too small; the text gives the minimum.
     """
     encodes = Stage.ENCODER in settings.stages
-    largest = image_bytes(family)
+    largest, geometry = image_bytes(family), family.geometry(LARGE_SIDE, LARGE_SIDE)
     # one eighth of the image memory is reserved for small images
     least_images = math.ceil(largest * SMALL_SHARE / (SMALL_SHARE - 1)) + SMALL_SHARE
-    per_pixel = largest / _pixels(family)
+    per_pixel = largest / (geometry.height * geometry.width)
     waiting = math.ceil(settings.queues.max_waiting_pixels * per_pixel)
     images = max(math.ceil(waiting * SMALL_SHARE / (SMALL_SHARE - 1)), least_images)
     parts = {
@@ -195,11 +196,3 @@ def cold_cache_bytes(settings: WorkerSettings, device: str) -> int:
     if settings.encoder_cache.embedding_cold_cache_bytes is not None:
         return settings.encoder_cache.embedding_cold_cache_bytes
     return 0 if device == "cpu" else DEFAULT_COLD_CACHE_BYTES
-
-
-DEFAULT_COLD_CACHE_BYTES: Final = 1 << 30
-
-
-def _pixels(family: Family) -> int:
-    geometry = family.geometry(LARGE_SIDE, LARGE_SIDE)
-    return geometry.height * geometry.width

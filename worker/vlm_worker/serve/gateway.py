@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from pathlib import Path
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, serve_gateway
 from vlm_worker.gateway.memory import declare
@@ -16,9 +15,9 @@ from vlm_worker.serve.process import (
     MESSAGE_BYTES,
     StopSignals,
     freeze_gc,
-    give_back_freed_memory,
     resident_bytes,
     result_unless,
+    return_freed_memory,
 )
 from vlm_worker.serve.sources import GATEWAY_PATTERNS, fetch_model
 from vlm_worker.settings import GatewaySettings, ModelSource
@@ -32,18 +31,17 @@ async def run_gateway(settings: GatewaySettings) -> int:
     with StopSignals() as signals:
         stopping = asyncio.create_task(signals.stop.wait())
         model_dir = await result_unless(
-            stopping, lambda: fetch_model(settings.model, _log, patterns=GATEWAY_PATTERNS)
+            stopping, lambda: fetch_model(settings.model, logger.info, patterns=GATEWAY_PATTERNS)
         )
+        model = ModelSource(uri=str(model_dir), revision=settings.model.revision)
         await serve_gateway(
-            with_model_dir(settings, model_dir),
-            stop=signals.stop,
-            on_ready=_keep_memory,
+            dataclasses.replace(settings, model=model), stop=signals.stop, on_ready=_declare_memory
         )
         stopping.cancel()
     return 0
 
 
-def _keep_memory(gateway: Gateway) -> None:
+def _declare_memory(gateway: Gateway) -> None:
     """Declare the process's memory after loading, and return freed memory from then on."""
     freeze_gc()
     context = gateway.context
@@ -57,8 +55,8 @@ def _keep_memory(gateway: Gateway) -> None:
     )
     context.declare(declared, resident_bytes)
     # rarely: streams wait while malloc trims
-    release_memory = functools.partial(give_back_freed_memory, KEPT_BYTES)
-    context.tasks.start(release_memory, name="freed memory", at_end=AtEnd.RETURN)
+    return_memory = functools.partial(return_freed_memory, KEPT_BYTES)
+    context.tasks.start(return_memory, name="freed memory", at_end=AtEnd.RETURN)
     parts = {f"{part}_bytes": count for part, count in declared.by_part().items() if count}
     logger.info("declared memory", extra={"bytes": declared.total, **parts})
     if limit is not None and declared.total > limit:
@@ -67,13 +65,3 @@ def _keep_memory(gateway: Gateway) -> None:
             "lower --max-connections",
             extra={"bytes": declared.total, "limit_bytes": limit},
         )
-
-
-def with_model_dir(settings: GatewaySettings, model_dir: Path) -> GatewaySettings:
-    """The settings with the model's local directory."""
-    model = ModelSource(uri=str(model_dir), revision=settings.model.revision)
-    return dataclasses.replace(settings, model=model)
-
-
-def _log(message: str) -> None:
-    logger.info(message)

@@ -1,7 +1,7 @@
-"""`vlm-worker serve MODEL`: every role in this process, behind the OpenAI API.
+"""`vlm-worker serve MODEL`: every role in this process, and a gateway.
 
 one engine ◀─ encoder, prefill, decode ◀─ gRPC on a free loopback port ◀─ gateway ◀─ client
-                                  └────── tokens, past gRPC (server/local.py) ──────▲
+                                  └────── tokens, not over gRPC (`LocalClient`) ────────▲
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, running
 from vlm_worker.gateway.memory import connection_bytes
-from vlm_worker.serve.gateway import with_model_dir
 from vlm_worker.serve.process import StopSignals, freeze_gc, result_unless
 from vlm_worker.serve.sources import fetch_model
 from vlm_worker.serve.worker import worker
@@ -24,7 +23,6 @@ POLL_SECONDS = 0.02
 
 
 def say(message: str) -> None:
-    """Print one line of progress to standard error."""
     print(f"vlm-worker: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -47,9 +45,8 @@ async def run_local(settings: ServeSettings) -> int:
             on_loaded=freeze_gc,
             gateway_bytes=gateway_bytes(settings.gateway),
         ) as server:
-            address = f"{LOOPBACK}:{server.grpc_port}"
-            front = dataclasses.replace(settings.gateway, workers=(address,))
-            front = with_model_dir(front, model_dir)
+            workers = (f"{LOOPBACK}:{server.grpc_port}",)
+            front = dataclasses.replace(settings.gateway, model=source, workers=workers)
             async with running(front, connect=server.connect) as gateway:
                 announcing = asyncio.create_task(_announce(gateway, settings, server.http_port))
                 failing = asyncio.create_task(_failed(server, gateway, signals.stop))

@@ -31,7 +31,6 @@ class JsonFormatter(logging.Formatter):
     """Time, level, logger, message, then the extra fields and the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line of JSON."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -72,14 +71,12 @@ class StopSignals:
         self.stop = asyncio.Event()
 
     def __enter__(self) -> StopSignals:
-        """Install the handlers on the running loop."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._received, number)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Remove the handlers."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
@@ -100,7 +97,7 @@ T = TypeVar("T")
 
 
 async def result_unless(stopping: asyncio.Future[Any], work: Callable[[], T]) -> T:
-    """The result of the work. A signal before it ends the process, which holds no requests yet."""
+    """The result of `work`. A signal before it ends the process, which has no requests yet."""
     loading = asyncio.wrap_future(_in_thread(work))
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():
@@ -186,19 +183,19 @@ class Growth:
 
     def __init__(self, num_bytes: int = GROWTH_BYTES) -> None:
         self._num_bytes = num_bytes
-        self._least: int | None = None
+        self._smallest: int | None = None
 
     def is_due(self, resident: int) -> bool:
-        """Record the process size; True if it grew enough since the last time."""
-        if self._least is None or resident < self._least:
-            self._least = resident
-        if resident - self._least < self._num_bytes:
+        """Record the resident bytes; True if they grew enough since the last time."""
+        if self._smallest is None or resident < self._smallest:
+            self._smallest = resident
+        if resident - self._smallest < self._num_bytes:
             return False
-        self._least = None
+        self._smallest = None
         return True
 
 
-async def give_back_freed_memory(growth_bytes: int = GROWTH_BYTES) -> None:
+async def return_freed_memory(growth_bytes: int = GROWTH_BYTES) -> None:
     """Check every second; if the process has grown by `growth_bytes`, return free memory.
 
     malloc is locked meanwhile, for 10 to 50 ms per 100 MB of free memory.

@@ -27,9 +27,9 @@ from vlm_worker.serve.loading import Loaded, Progress, load
 from vlm_worker.serve.process import (
     StopSignals,
     freeze_gc,
-    give_back_freed_memory,
     resident_bytes,
     result_unless,
+    return_freed_memory,
 )
 from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import Phase
@@ -97,7 +97,7 @@ async def worker(
         async with build_components(server, loaded, gateway_bytes=gateway_bytes) as components:
             on_loaded()
             await server.attach(components)
-            server.keep(give_back_freed_memory, name="give freed memory back")
+            server.keep(return_freed_memory, name="return freed memory")
             logger.info("ready", extra={**ports, "uptime": round(server.state.uptime_seconds, 2)})
             yield server
             await server.close()
@@ -158,7 +158,6 @@ async def build_components(
         yield WorkerComponents(
             engine,
             context,
-            loaded.revision,
             max_model_len=max_model_len,
             num_embedding_copies=embedding_copies(settings, loaded.device),
             native_kernels=loaded.native_kernels,
@@ -206,7 +205,7 @@ async def _media(
 ) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         loaded.family.processor,
-        model_revision=loaded.revision,
+        model_revision=loaded.runner.embed_layout.model_revision,
         settings=MediaSettings(scaled_jpeg=settings.scaled_jpeg, num_children=num_children),
         observer=observer,
         native_library=loaded.native_library,

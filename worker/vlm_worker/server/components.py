@@ -14,13 +14,7 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineStats
 from vlm_worker.errors import IncompatibleError
 from vlm_worker.roles.context import RoleContext
-from vlm_worker.server.state import (
-    LeaseCounts,
-    MemoryCounts,
-    Snapshot,
-    TransferCounts,
-    WorkerState,
-)
+from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
 from vlm_worker.types import Stage
 from vlm_worker.wire.messages import Hello, Limits, Load
 
@@ -35,15 +29,13 @@ _BOUNDS: Final = {
 class WorkerComponents:
     """The parts of a worker with a loaded model, with the roles of its loaded stages.
 
-    `model_revision` is the revision in the layouts. The worker makes `num_embedding_copies` copies
-    of each embedding that it holds for a peer.
+    The worker makes `num_embedding_copies` copies of each embedding that it holds for a peer.
     `native_kernels` is the variant of the C++ kernels, or `none`. `declared` is all memory that
     this process may use; `resident()` returns what it uses now.
     """
 
     engine: Engine
     context: RoleContext
-    model_revision: str
     max_model_len: int
     num_embedding_copies: int = 0
     native_kernels: str = "none"
@@ -52,71 +44,56 @@ class WorkerComponents:
     roles: Mapping[Stage, Any] = dataclasses.field(default_factory=dict)
 
     def role(self, stage: Stage) -> Any:
-        """Return the role of a stage. Raises IncompatibleError if the stage is not loaded."""
+        """Raises IncompatibleError if the stage is not loaded."""
         if stage not in self.roles:
             raise IncompatibleError(f"the stage {stage} is not loaded here")
         return self.roles[stage]
 
     def snapshot(self) -> Snapshot:
-        """Return the current statistics."""
-        leases = self.context.attempts.leases
-        counts = LeaseCounts(
-            held=leases.count(LeaseKind.HELD),
-            reserved=leases.count(LeaseKind.RESERVED),
-            quarantined=leases.count(LeaseKind.QUARANTINED),
-            expired=sum(leases.num_expired.values()),
-        )
-        engine = self.engine.stats()
-        violations = engine.invariant_violations + self.context.num_violations
-        engine = dataclasses.replace(engine, invariant_violations=violations)
-        account = self.context.transport.account
-        transfers = TransferCounts(dict(self.context.num_refused), account.used, account.abandoned)
-        return Snapshot(
-            self._with_refusals(engine),
-            counts,
-            self.context.num_inflight,
-            transfers,
-            self._memory(engine),
-            self.native_kernels,
-        )
-
-    def _memory(self, engine: EngineStats) -> MemoryCounts:
-        memory, account = self.context.memory, self.context.transport.account
+        engine, context = self._engine_stats(), self.context
+        leases, memory, account = context.attempts.leases, context.memory, context.transport.account
         copies = engine.held_embedding_bytes * self.num_embedding_copies
-        used = {
-            **memory.used,
-            MemoryKind.EMBEDDINGS: engine.encoder_cache.bytes + copies,
-            MemoryKind.EXPOSED: account.used + account.abandoned,
-        }
-        return MemoryCounts(
-            memory.budget.by_kind(), used, HostMemory(self.declared, self.resident())
+        return Snapshot(
+            engine,
+            LeaseCounts(
+                held=leases.count(LeaseKind.HELD),
+                reserved=leases.count(LeaseKind.RESERVED),
+                quarantined=leases.count(LeaseKind.QUARANTINED),
+                expired=sum(leases.num_expired.values()),
+            ),
+            context.num_inflight,
+            refused_transfers=dict(context.num_refused),
+            exposed_bytes=account.used,
+            lost_bytes=account.abandoned,
+            request_limits=memory.budget.by_kind(),
+            request_bytes={
+                **memory.used,
+                MemoryKind.EMBEDDINGS: engine.encoder_cache.bytes + copies,
+                MemoryKind.EXPOSED: account.used + account.abandoned,
+            },
+            host_memory=HostMemory(self.declared, self.resident()),
+            native_kernels=self.native_kernels,
         )
 
-    def _with_refusals(self, engine: EngineStats) -> EngineStats:
-        """Add the refusals of calls that never reached the engine to the engine's."""
+    def _engine_stats(self) -> EngineStats:
+        """The engine's statistics, with the refusals of calls that never reached it."""
+        engine = self.engine.stats()
         refused = dict(engine.queue.refused)
         for kind, count in self.context.memory.num_refused.items():
             bound = _BOUNDS[kind]
             refused[bound] = refused.get(bound, 0) + count
-        return dataclasses.replace(engine, queue=dataclasses.replace(engine.queue, refused=refused))
+        return dataclasses.replace(
+            engine,
+            invariant_violations=engine.invariant_violations + self.context.num_violations,
+            queue=dataclasses.replace(engine.queue, refused=refused),
+        )
 
     @property
     def unhealthy_reason(self) -> str | None:
         """Why this process must be restarted; None while it is healthy."""
-        if (unhealthy_reason := self.engine.unhealthy_reason) is not None:
-            return f"the engine cannot go on: {unhealthy_reason}"
+        if (reason := self.engine.unhealthy_reason) is not None:
+            return f"the engine cannot go on: {reason}"
         return self.context.unhealthy_reason
-
-    @property
-    def outstanding(self) -> dict[str, int]:
-        """Nonzero counts of everything that has not ended, by kind; empty at rest."""
-        kv = self.engine.stats().kv
-        counts = {
-            **self.context.outstanding,
-            "KV tokens in use": kv.running_tokens if kv else 0,
-            "KV tokens reserved": kv.reserved_tokens if kv else 0,
-        }
-        return {name: count for name, count in counts.items() if count}
 
     @property
     def empty(self) -> bool:
@@ -124,14 +101,13 @@ class WorkerComponents:
         return self.context.num_inflight == 0 and self.engine.stats().inflight == 0
 
     def hello(self, state: WorkerState) -> Hello:
-        """Return the identity and the limits of this worker."""
         settings, context = state.settings, self.context
         layout, kv = context.kv_layout, self.engine.stats().kv
         return Hello(
             role=settings.role,
             stages=settings.stages,
             model=settings.served_name,
-            model_revision=self.model_revision,
+            model_revision=context.embed_layout.model_revision,
             pod_name=settings.identity.pod_name,
             pod_uid=state.pod_uid,
             boot_id=state.boot_id,
@@ -148,7 +124,6 @@ class WorkerComponents:
         )
 
     def load(self, state: WorkerState) -> Load:
-        """Return the current load."""
         stats = self.engine.stats()
         return Load(
             num_inflight=max(stats.inflight, self.context.num_inflight),

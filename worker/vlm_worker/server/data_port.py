@@ -61,7 +61,7 @@ class DataPort:
         self.num_connections = 0
 
     def open(self, address: str, port: int) -> int:
-        """Listen; return the port. Raises OSError if the address cannot be bound."""
+        """Listen; returns the port. Raises OSError if the address cannot be bound."""
         self._listener = open_data_port(address, port)
         self._accepting = self._supervisor.start(
             functools.partial(self._accept, self._listener),
@@ -71,7 +71,6 @@ class DataPort:
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
-        """Close the port and every connection."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.gather(self._accepting, return_exceptions=True)
@@ -81,12 +80,6 @@ class DataPort:
         if self._listener is not None:
             self._listener.close()
         self._threads.shutdown(wait=False)
-
-    def _run(self, work: Any) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -112,14 +105,17 @@ class DataPort:
 
     def _begin(self, connection: socket.socket) -> None:
         """Serve a connection. It is closed even if its task is cancelled before it starts."""
-        self._run(self._talk(connection)).add_done_callback(lambda _: connection.close())
+        task = asyncio.create_task(self._serve_consumer(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: connection.close())
 
-    async def _talk(self, connection: socket.socket) -> None:
+    async def _serve_consumer(self, connection: socket.socket) -> None:
         """Serve one consumer until it disconnects, is idle too long or violates the protocol."""
         self.num_connections += 1
         task = asyncio.current_task()
         assert task is not None
-        requests = _Requests(connection, on_left=task.cancel)
+        requests = _Requests(connection, on_disconnect=task.cancel)
         try:
             data_connection(connection, send_seconds=self._send_seconds)
             while True:
@@ -141,11 +137,11 @@ class DataPort:
     async def _answer(self, connection: socket.socket, request: bytes) -> None:
         """Send the frames of one fetch, or the error that ended it."""
         try:
-            async with aclosing(self._serve(*request_of(request))) as runs:
-                async for run in runs:
-                    if not isinstance(run, tuple):
-                        await self._on_thread(connection, send_batch, run)
-                    elif rest := send_nonblocking(connection, run):
+            async with aclosing(self._serve(*request_of(request))) as batches:
+                async for batch in batches:
+                    if not isinstance(batch, tuple):
+                        await self._on_thread(connection, send_batch, batch)
+                    elif rest := send_nonblocking(connection, batch):
                         await self._on_thread(connection, socket.socket.sendall, rest)
         except OSError:
             raise
@@ -170,29 +166,24 @@ class DataPort:
 
 
 class _Requests:
-    """Reads the requests of a consumer. It calls `on_left` once, if the consumer disconnects."""
+    """Reads the requests of a consumer; calls `on_disconnect` once."""
 
-    def __init__(self, connection: socket.socket, *, on_left: Callable[[], object]) -> None:
+    def __init__(self, connection: socket.socket, *, on_disconnect: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
-        self._on_left = on_left
+        self._on_disconnect = on_disconnect
         self._data = bytearray()
-        self._came = asyncio.Event()
+        self._received = asyncio.Event()
         self._loop.add_reader(connection, self._read)
 
     async def next(self) -> bytes:
-        """Return the next request.
-
-        Raises:
-            InvalidRequestError: the request is too long.
-        """
+        """Raises InvalidRequestError if the request is too long."""
         while (request := self._take()) is None:
-            self._came.clear()
-            await self._came.wait()
+            self._received.clear()
+            await self._received.wait()
         return request
 
     def close(self) -> None:
-        """Stop reading."""
         self._loop.remove_reader(self._connection)
 
     def _take(self) -> bytes | None:
@@ -218,5 +209,5 @@ class _Requests:
         self._data += data
         if not data or len(self._data) > 2 * MAX_REQUEST_BYTES:
             self.close()
-            self._on_left()
-        self._came.set()
+            self._on_disconnect()
+        self._received.set()

@@ -27,7 +27,7 @@ from vlm_worker.errors import Refusal
 from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.metrics import COUNTER, GAUGE, Metric
 from vlm_worker.roles.context import TransferStats
-from vlm_worker.server.state import CallOutcome, LeaseCounts, Snapshot, WorkerState, growth_of
+from vlm_worker.server.state import CallOutcome, Snapshot, WorkerState, growth_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -71,16 +71,13 @@ class WorkerMetrics:
         self._bytes[transfer.kind].inc(transfer.num_bytes)
 
     def image_prepared(self, times: MediaTimes) -> None:
-        """See `media.pool.MediaObserver`."""
         for part in ("queue", "decode", "prepare", "key"):
             self._media_seconds.labels(part).observe(getattr(times, part))
 
     def image_refused(self, code: str) -> None:
-        """See `media.pool.MediaObserver`."""
         self._media_failures.labels(code).inc()
 
     def exposition(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
@@ -92,25 +89,21 @@ class WorkerMetrics:
 
 
 class _FromSnapshot(Collector):
-    """Collector of the values of the process and of a snapshot."""
-
     def __init__(self, state: WorkerState, snapshot: Callable[[], Snapshot | None]) -> None:
         self._state = state
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Family]:
-        found = [metric.family(metric.value(self._state)) for metric in PROCESS_METRICS]
+        families = [metric.family(metric.value(self._state)) for metric in PROCESS_METRICS]
         if (snapshot := self._snapshot()) is not None:
-            found += [metric.family(metric.value(snapshot)) for metric in SNAPSHOT_METRICS]
-            found += [
-                metric.family(metric.value(snapshot.memory.host)) for metric in HOST_MEMORY_METRICS
-            ]
-            counters = snapshot.engine.counters
-            found += [
+            families += [metric.family(metric.value(snapshot)) for metric in SNAPSHOT_METRICS]
+            host, counters = snapshot.host_memory, snapshot.engine.counters
+            families += [metric.family(metric.value(host)) for metric in HOST_MEMORY_METRICS]
+            families += [
                 metric.family(counters.get(metric.stats or metric.name)) for metric in COUNTERS
             ]
-            found.append(_kv_request_bytes(snapshot.engine))
-        return [family for family in found if family is not None]
+            families.append(_kv_request_bytes(snapshot.engine))
+        return [family for family in families if family is not None]
 
 
 def _kv_request_bytes(engine: EngineStats) -> Family:
@@ -131,14 +124,6 @@ def _by_tier(cache: EncoderCacheStats, field: str) -> dict[str, float]:
     return {"hot": getattr(cache.hot, field), "cold": getattr(cache.cold, field)}
 
 
-def _moves(cache: EncoderCacheStats) -> dict[str, float]:
-    return {"hot": cache.promotions, "cold": cache.demotions}
-
-
-def _leases_by_state(leases: LeaseCounts) -> dict[str, float]:
-    return {state: getattr(leases, state) for state in ("held", "reserved", "quarantined")}
-
-
 PROCESS_METRICS: Final[tuple[Metric[WorkerState], ...]] = (
     Metric(metrics.ACCEPTING, GAUGE, "1 while the process accepts new work.",
            lambda state: float(state.accepting)),
@@ -149,6 +134,8 @@ PROCESS_METRICS: Final[tuple[Metric[WorkerState], ...]] = (
            label="outcome"),
 )  # fmt: skip
 """Metrics that exist before the model is loaded."""
+
+LEASE_STATES: Final = ("held", "reserved", "quarantined")
 
 SNAPSHOT_METRICS: Final[tuple[Metric[Snapshot], ...]] = (
     Metric(metrics.INFLIGHT, GAUGE, "Requests in flight.", lambda s: s.engine.inflight),
@@ -177,19 +164,19 @@ SNAPSHOT_METRICS: Final[tuple[Metric[Snapshot], ...]] = (
     Metric("triptych_kv_tokens", GAUGE, "KV tokens by state.",
            lambda s: _kv_by_state(s.engine.kv), label="state"),
     Metric("triptych_leases", GAUGE, "Leases by state.",
-           lambda s: _leases_by_state(s.leases), label="state"),
+           lambda s: {state: getattr(s.leases, state) for state in LEASE_STATES}, label="state"),
     Metric("triptych_leases_expired_total", COUNTER, "Leases that expired.",
            lambda s: s.leases.expired),
     Metric("triptych_transfers_refused_total", COUNTER, "Pulled transfers that were rejected.",
-           lambda s: {refusal.value: s.transfers.refused.get(refusal, 0) for refusal in Refusal},
+           lambda s: {refusal.value: s.refused_transfers.get(refusal, 0) for refusal in Refusal},
            label="reason"),
     Metric("triptych_exposed_bytes", GAUGE, "Memory that peers read directly.",
-           lambda s: {"used": s.transfers.exposed_bytes, "lost": s.transfers.lost_bytes},
+           lambda s: {"used": s.exposed_bytes, "lost": s.lost_bytes},
            label="state"),
     Metric("triptych_request_memory_bytes", GAUGE, "Bytes that requests hold.",
-           lambda s: {kind: s.memory.used.get(kind, 0) for kind in MemoryKind}, label="kind"),
+           lambda s: {kind: s.request_bytes.get(kind, 0) for kind in MemoryKind}, label="kind"),
     Metric("triptych_request_memory_limit_bytes", GAUGE, "Maximum of these bytes.",
-           lambda s: {kind: s.memory.limits.get(kind, 0) for kind in MemoryKind}, label="kind"),
+           lambda s: {kind: s.request_limits.get(kind, 0) for kind in MemoryKind}, label="kind"),
     Metric("triptych_native_kernels_info", GAUGE,
            "Variant of the C++ kernels; none: torch computes, slower.",
            lambda s: {s.native_kernels: 1.0}, label="variant"),
@@ -204,7 +191,8 @@ SNAPSHOT_METRICS: Final[tuple[Metric[Snapshot], ...]] = (
     Metric("triptych_encoder_cache_evictions_total", COUNTER, "Embeddings evicted from a tier.",
            lambda s: _by_tier(s.engine.encoder_cache, "evictions"), label="tier"),
     Metric("triptych_encoder_cache_moves_total", COUNTER, "Embeddings moved between the tiers.",
-           lambda s: _moves(s.engine.encoder_cache), label="to"),
+           lambda s: {"hot": s.engine.encoder_cache.promotions,
+                      "cold": s.engine.encoder_cache.demotions}, label="to"),
     Metric("triptych_encoder_cache_expirations_total", COUNTER,
            "Embeddings unused for their time to live.",
            lambda s: s.engine.encoder_cache.expirations),
@@ -217,7 +205,7 @@ VERSION = 1
 
 
 def stats_document(state: WorkerState, snapshot: Snapshot | None) -> dict[str, Any]:
-    """Return the document of `/stats`. Without a snapshot, its values are zero or null."""
+    """The document of `/stats`. Without a snapshot, its values are zero or null."""
     settings = state.settings
     identity = settings.identity
     engine = snapshot.engine if snapshot else EngineStats()
@@ -252,7 +240,10 @@ def stats_document(state: WorkerState, snapshot: Snapshot | None) -> dict[str, A
             "requests": engine.requests,
             **{metric.stats: engine.count(metric.stats) for metric in COUNTERS if metric.stats},
         },
-        "rates": _rates(state, engine),
+        "rates": {
+            "window_seconds": state.rates.window_seconds,
+            **state.rates.per_second(time.monotonic(), growth_of(engine)),
+        },
         "model": dataclasses.asdict(state.model) if state.model else None,
         "device": state.device,
         "busy": {kind.value: dataclasses.asdict(busy) for kind, busy in engine.busy.items()},
@@ -261,9 +252,3 @@ def stats_document(state: WorkerState, snapshot: Snapshot | None) -> dict[str, A
         "held_for": None,
         "config_hash": None,
     }
-
-
-def _rates(state: WorkerState, engine: EngineStats) -> dict[str, float]:
-    """Return the growth per second over the rate window."""
-    found = state.rates.per_second(time.monotonic(), growth_of(engine))
-    return {"window_seconds": state.rates.window_seconds, **found}

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import grpc
 
+from vlm_worker.client import WorkerClient
+from vlm_worker.engine.events import EventStream
 from vlm_worker.errors import (
     CancelledError,
     DrainingError,
@@ -28,6 +30,7 @@ from vlm_worker.roles.context import CallTimer
 from vlm_worker.roles.registry import FETCHED_FROM, ROLES
 from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import WorkerState
+from vlm_worker.settings.timers import Timers
 from vlm_worker.types import Stage
 from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
@@ -35,7 +38,7 @@ from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frames import FrameBatches, join_frames
 from vlm_worker.wire.messages import DecodeCall, DecodeEvent, FetchCall, Reply
 from vlm_worker.wire.rpc import DATA_PORT, METHODS, PACKAGE, SEND_IMAGES, Method
-from vlm_worker.wire.status import status_of
+from vlm_worker.wire.status import error_of, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ class Service:
         self.live: Counter[str] = Counter()
 
     def handlers(self) -> tuple[Any, ...]:
-        """Return the argument of `grpc.aio.Server.add_generic_rpc_handlers`."""
+        """The argument of `grpc.aio.Server.add_generic_rpc_handlers`."""
         by_service: dict[str, dict[str, Any]] = {}
         shared = {fetch.method: self._sends(fetch) for fetch in FETCHED_FROM}
         for stage, role in ROLES.items():
@@ -80,8 +83,6 @@ class Service:
                     deliver(reply)
 
     def _guarded(self, method: Method, handler: Handler) -> Handler:
-        """Return a handler that ends the call with the gRPC status of any error."""
-
         async def guarded(request: Any, context: Any) -> Any:
             try:
                 with self._counted(method.name):
@@ -172,11 +173,11 @@ class Service:
 
     def _sends(self, fetch: Fetch) -> Handler:
         async def handler(request: pb.FetchRequest, context: Any) -> None:
-            await self._send(self._fetched(fetch, messages.FETCH_CALL.decode(request)), context)
+            await self._send(self._batches(fetch, messages.FETCH_CALL.decode(request)), context)
 
         return handler
 
-    async def _send(self, runs: FrameBatches, context: Any) -> None:
+    async def _send(self, batches: FrameBatches, context: Any) -> None:
         """Send frames over gRPC.
 
         Raises:
@@ -186,7 +187,7 @@ class Service:
         within = timers.no_progress + timers.lease
         if self.data_port:
             await context.send_initial_metadata(((DATA_PORT, str(self.data_port)),))
-        async with aclosing(join_frames(runs)) as frames:
+        async with aclosing(join_frames(batches)) as frames:
             async for frame in frames:
                 try:
                     async with asyncio.timeout(within):
@@ -194,20 +195,19 @@ class Service:
                 except TimeoutError:
                     raise PeerLostError(f"no frame was taken for {within:g} s") from None
 
-    def _fetched(self, fetch: Fetch, call: FetchCall, *, large: bool = False) -> FrameBatches:
-        runs: FrameBatches = self._ready().role(FETCHED_FROM[fetch]).fetch(call, large=large)
-        return runs
+    def _batches(self, fetch: Fetch, call: FetchCall, *, large: bool = False) -> FrameBatches:
+        batches: FrameBatches = self._ready().role(FETCHED_FROM[fetch]).fetch(call, large=large)
+        return batches
 
-    async def fetched(self, fetch: Fetch, call: FetchCall) -> FrameBatches:
-        """Yield the frames of a fetch over a data connection."""
-        name = fetch.method
-        self.live[name] += 1
+    async def fetch(self, fetch: Fetch, call: FetchCall) -> FrameBatches:
+        """Yield the frame batches of a fetch over a data connection."""
+        self.live[fetch.method] += 1
         try:
-            async with aclosing(self._fetched(fetch, call, large=True)) as runs:
-                async for run in runs:
-                    yield run
+            async with aclosing(self._batches(fetch, call, large=True)) as batches:
+                async for batch in batches:
+                    yield batch
         finally:
-            self.live[name] -= 1
+            self.live[fetch.method] -= 1
 
     # ---- Decode --------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ def _rpc_handler(method: Method, handler: Handler) -> Any:
 
 
 def _host_of(peer: str) -> str:
-    """Return the host of gRPC's peer name, `ipv4:10.0.0.1:40312`, without the port."""
+    """The host of gRPC's peer name: `ipv4:10.0.0.1:40312` without the port."""
     return peer.rpartition(":")[0]
 
 
@@ -267,7 +267,7 @@ def _chunk_of(message: pb.EncodeRequest | None) -> tuple[int, bytes] | None:
 
 
 async def _next(context: Any, within: float) -> pb.EncodeRequest | None:
-    """Return the next message of an upload, None at its end.
+    """The next message of an upload; None at its end.
 
     It reads from the call, because gRPC's iterator keeps a message until it has the next one.
 
@@ -279,4 +279,49 @@ async def _next(context: Any, within: float) -> pb.EncodeRequest | None:
             message = await context.read()
             return None if message is grpc.aio.EOF else message
     except TimeoutError:
-        raise PeerLostError(f"no bytes of the images came for {within:g} s") from None
+        raise PeerLostError(f"no bytes of the images arrived for {within:g} s") from None
+
+
+class LocalClient(WorkerClient):
+    """Client for a gateway in this process: the tokens of a Decode do not pass gRPC.
+
+    Over gRPC, each token is serialized and parsed, passes two sockets, and wakes threads on the
+    cores that run the kernels.
+    """
+
+    def __init__(self, address: str, *, timers: Timers, service: Service) -> None:
+        super().__init__(address, timers=timers)
+        self._service = service
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for task in self._calls:
+            task.cancel()
+        await super().close()
+
+    async def decode(
+        self, call: DecodeCall, *, timeout: float
+    ) -> AsyncGenerator[Reply[DecodeEvent]]:
+        """Decode with the same replies, errors and deadline as gRPC; closing cancels the call."""
+        replies: EventStream[Reply[DecodeEvent]] = EventStream(call.request.key)
+        task = asyncio.create_task(self._service.decode(call, replies.push))
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda _: replies.close_with())
+        deadline = asyncio.get_running_loop().call_later(timeout, task.cancel)
+        try:
+            async for reply in replies:
+                yield reply
+            if task.cancelled():
+                raise PeerLostError(f"{self.address}: the call ended before its answer")
+            if error := task.exception():
+                assert isinstance(error, Exception)
+                raise error_of(*status_of(error), peer=self.address)
+        finally:
+            deadline.cancel()
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks the error as retrieved if the caller has disconnected

@@ -26,8 +26,6 @@ from vlm_worker.settings import WorkerSettings
 
 
 class Phase(enum.StrEnum):
-    """Phase of a worker process."""
-
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
@@ -59,7 +57,7 @@ class ModelFacts:
 
 
 class WorkerState:
-    """State of one process. Its lifecycle and the gRPC handlers write it, on one event loop.
+    """Written by the lifecycle and the gRPC handlers of one process, on one event loop.
 
     `device` is the device of the model; None before the model is loaded. `heartbeat` is the time of
     the last check that found the engine healthy, in seconds since 1970; None before the first.
@@ -80,12 +78,10 @@ class WorkerState:
 
     @property
     def uptime_seconds(self) -> float:
-        """Seconds since the process started."""
         return time.monotonic() - self._started
 
     @property
     def accepting(self) -> bool:
-        """Whether the process accepts new work."""
         return self.phase is Phase.READY
 
     @property
@@ -94,7 +90,6 @@ class WorkerState:
         return self.phase in (Phase.READY, Phase.DRAINING)
 
     def enter(self, phase: Phase, message: str) -> None:
-        """Set the phase."""
         self.phase = phase
         self.message = message
 
@@ -104,12 +99,11 @@ class WorkerState:
         self.rates.note(time.monotonic(), growth_of(engine))
 
     def count(self, error: BaseException | None) -> None:
-        """Count the outcome of a call."""
         self.outcomes[outcome_of(error)] += 1
 
 
 def growth_of(engine: EngineStats) -> dict[str, float]:
-    """Return the counters whose rates are in `/stats`."""
+    """The counters whose rates are in `/stats`."""
     return {
         "requests_per_second": engine.requests,
         "output_tokens_per_second": engine.count("output_tokens"),
@@ -118,7 +112,6 @@ def growth_of(engine: EngineStats) -> dict[str, float]:
 
 
 def outcome_of(error: BaseException | None) -> CallOutcome:
-    """Return the outcome of a call that ended with `error`."""
     match error:
         case None:
             return CallOutcome.OK
@@ -145,37 +138,25 @@ class LeaseCounts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TransferCounts:
-    """Rejected transfers by reason, and bytes of memory exposed to peers.
-
-    `lost_bytes` were abandoned: the consumer never confirmed the end of its reads, so the process
-    does not reuse them.
-    """
-
-    refused: Mapping[Refusal, int] = dataclasses.field(default_factory=dict)
-    exposed_bytes: int = 0
-    lost_bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MemoryCounts:
-    """Limits and use of the memory of requests in this process, in bytes by kind.
-
-    `host` has all memory of the process, that of requests included.
-    """
-
-    limits: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
-    used: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
-    host: HostMemory = NO_HOST_MEMORY
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Statistics of the engine, leases, transfers and memory at one instant."""
+    """Statistics of a worker at one instant.
+
+    Attributes:
+        refused_transfers: rejected transfers by reason.
+        exposed_bytes: memory that peers may read.
+        lost_bytes: exposed memory that is not reused, because the consumer never confirmed the end
+            of its reads.
+        request_limits, request_bytes: memory of requests, in bytes by kind.
+        host_memory: all memory of the process, that of requests included.
+    """
 
     engine: EngineStats
     leases: LeaseCounts
     num_calls: int
-    transfers: TransferCounts = dataclasses.field(default_factory=TransferCounts)
-    memory: MemoryCounts = dataclasses.field(default_factory=MemoryCounts)
+    refused_transfers: Mapping[Refusal, int] = dataclasses.field(default_factory=dict)
+    exposed_bytes: int = 0
+    lost_bytes: int = 0
+    request_limits: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
+    request_bytes: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
+    host_memory: HostMemory = NO_HOST_MEMORY
     native_kernels: str = "none"

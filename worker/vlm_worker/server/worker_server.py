@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -24,9 +23,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from vlm_worker.client import WorkerClient
 from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.data_port import DataPort
-from vlm_worker.server.local import LocalClient
 from vlm_worker.server.metrics import CONTENT_TYPE, WorkerMetrics, stats_document
-from vlm_worker.server.service import Service
+from vlm_worker.server.service import LocalClient, Service
 from vlm_worker.server.state import Phase, Snapshot, WorkerState
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.timers import Timers
@@ -43,7 +41,7 @@ STOP_SECONDS: Final = 10.0
 
 
 class WorkerServer:
-    """The ports of one worker and the tasks of its process."""
+    """The ports of one worker process and its tasks."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -55,7 +53,7 @@ class WorkerServer:
         self._components: WorkerComponents | None = None
         self._service = Service(self.state)
         self._supervisor = Supervisor(self._fail)
-        self._data = DataPort(self._service.fetched, settings.timers, self._supervisor)
+        self._data = DataPort(self._service.fetch, settings.timers, self._supervisor)
         self._health = HealthServicer()
         self._failed = asyncio.Event()
         self._http = HttpServer(
@@ -129,7 +127,6 @@ class WorkerServer:
         await self._empty_within(components, self.settings.timers.last_words)
 
     async def close(self) -> None:
-        """Close all ports and stop the tasks and the engine."""
         await self._supervisor.close()
         if self._grpc is not None:
             await self._set_health(serving=False)
@@ -140,20 +137,8 @@ class WorkerServer:
         await self._http.stop()
 
     def connect(self, address: str, *, timers: Timers) -> WorkerClient:
-        """Return a client of this worker for a gateway in this process."""
+        """A client for a gateway in this process."""
         return LocalClient(address, timers=timers, service=self._service)
-
-    @property
-    def outstanding(self) -> dict[str, int]:
-        """Nonzero counts of everything that has not ended, calls included; empty at rest."""
-        live = {f"{n} calls": c for n, c in self._service.live.items() if c and n != "WatchLoad"}
-        return {**live, **(self._components.outstanding if self._components is not None else {})}
-
-    @property
-    def num_violations(self) -> int:
-        """Accounting mismatches so far; nonzero is a bug."""
-        snapshot = self._snapshot()
-        return snapshot.engine.invariant_violations if snapshot is not None else 0
 
     def _snapshot(self) -> Snapshot | None:
         return self._components.snapshot() if self._components is not None else None
@@ -167,16 +152,16 @@ class WorkerServer:
 
     async def _watch(self, components: WorkerComponents) -> None:
         """Record heartbeats. If the worker becomes unhealthy, fail the process."""
-        while (unhealthy_reason := components.unhealthy_reason) is None:
+        while (reason := components.unhealthy_reason) is None:
             self.state.record_heartbeat(components.engine.stats())
             await asyncio.sleep(MONITOR_SECONDS)
-        self._fail(unhealthy_reason)
+        self._fail(reason)
         await self._set_health(serving=False)
 
-    def _fail(self, unhealthy_reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         """Mark the process as failed, neither healthy nor ready, and wake `failed`."""
-        self.state.enter(Phase.FAILED, unhealthy_reason)
-        logger.error(unhealthy_reason)
+        self.state.enter(Phase.FAILED, reason)
+        logger.error(reason)
         self._failed.set()
 
     async def _empty_within(self, components: WorkerComponents, seconds: float) -> bool:
@@ -217,11 +202,15 @@ class HttpServer:
         healthy: Callable[[], str | None],
         ready: Callable[[], str | None],
     ) -> None:
-        self._stats = stats
-        self._exposition = exposition
+        async def get_stats(_: web.Request) -> web.Response:
+            return web.json_response(stats())
+
+        async def get_metrics(_: web.Request) -> web.Response:
+            return web.Response(body=exposition(), headers={"Content-Type": CONTENT_TYPE})
+
         app = web.Application()
-        app.router.add_get("/stats", self._get_stats)
-        app.router.add_get("/metrics", self._get_metrics)
+        app.router.add_get("/stats", get_stats)
+        app.router.add_get("/metrics", get_metrics)
         app.router.add_get("/healthz", _verdict(healthy))
         app.router.add_get("/readyz", _verdict(ready))
         self._runner = web.AppRunner(
@@ -229,7 +218,7 @@ class HttpServer:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port. Raises OSError if the address cannot be bound."""
+        """Listen; returns the port. Raises OSError if the address cannot be bound."""
         await self._runner.setup()
         site = web.SockSite(self._runner, listen(host, port))
         await site.start()
@@ -237,19 +226,12 @@ class HttpServer:
         return int(address[1])
 
     async def stop(self) -> None:
-        """Close the port and its connections."""
         await self._runner.cleanup()
 
-    async def _get_stats(self, _: web.Request) -> web.Response:
-        return web.json_response(self._stats(), dumps=json.dumps)
 
-    async def _get_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._exposition(), headers={"Content-Type": CONTENT_TYPE})
-
-
-def _verdict(ask: Callable[[], str | None]) -> Any:
+def _verdict(problem: Callable[[], str | None]) -> Any:
     async def handler(_: web.Request) -> web.Response:
-        reason = ask()
+        reason = problem()
         return web.Response(text=reason or "ok", status=200 if reason is None else 503)
 
     return handler
