@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from worker.answers import make_image
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
 from vlm_worker.engine.attempts import EngineContext
