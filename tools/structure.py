@@ -37,9 +37,9 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=34_400, single_importers=37, short_files=16),
-    "operator": Count(lines=33_454, single_importers=67, short_files=33),
-    "kernels": Count(lines=7_000, single_importers=13, short_files=11),
+    "worker": Count(lines=31_850, single_importers=36, short_files=16),
+    "operator": Count(lines=31_970, single_importers=41, short_files=27),
+    "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 
 
