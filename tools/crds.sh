@@ -2,7 +2,7 @@
 # crds.sh: writes crds/, the chart's copy, docs/api.md and install.yaml from operator/vlm_operator/api.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHONPATH=tools .venv/bin/python -m crd crds helm/triptych/crd-files --docs docs/api.md
+PYTHONPATH=tools:operator .venv/bin/python -m crd crds helm/triptych/crd-files --docs docs/api.md
 out=$(mktemp)
 trap 'rm -f "$out"' EXIT
 cat > "$out" <<'YAML'
