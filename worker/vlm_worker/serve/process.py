@@ -1,6 +1,6 @@
 """Setup of a worker process: logs, signals, loading thread, malloc, garbage collector, compiler.
 
-Writing to a new memory page costs less than allocating it, so malloc keeps freed memory for reuse.
+A memory page that the process has is faster to write than a new one, so malloc keeps freed memory.
 Each thread that allocates has its own malloc arena, which keeps what was freed there. Therefore the
 number of arenas is small, and a process that has grown returns free memory to the system.
 """
