@@ -189,7 +189,7 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         attend(dataclasses.replace(batch, block_table=batch.block_table[:, :4]), device)
     with pytest.raises(ValueError, match="2 sequences of up to 17 positions, a block table"):
         attend(dataclasses.replace(batch, block_table=batch.block_table[:1]), device)
-    with pytest.raises(ValueError, match="a span ends behind its 17 positions"):
+    with pytest.raises(ValueError, match="a span ends after its 17 positions"):
         attend(dataclasses.replace(batch, spans=((), ((15, 18),))), device)
     with pytest.raises(ValueError, match="3 query heads, 2 KV heads"):
         attend(dataclasses.replace(batch, q=batch.q[:, :3]), device)
