@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
-from vlm_cli.simulator.computer import Computer, Pace
+from vlm_cli.simulator.computer import Computer, TurnNoise
 from vlm_cli.simulator.decoder import Decoder
 from vlm_cli.simulator.gateway import Gateway
 from vlm_cli.simulator.hardware import Hardware, Noise
@@ -79,11 +79,11 @@ class Cluster:
         """Cost of the pods that are scheduled now."""
         return sum(pool.cost_per_hour for pool in self.pools.values())
 
-    def settle(self) -> None:
+    def update_pods(self) -> None:
         """Schedule, drain and remove pods of every pool."""
         for role in reversed(POOL_ROLES):
             if role in self.pools:
-                self.pools[role].settle()
+                self.pools[role].update_pods()
 
     def view(self) -> View:
         """Return the view of an autoscaler now, with noise."""
@@ -122,7 +122,7 @@ class Cluster:
             self.clock,
             encoded=encoded,
             prefilled=prefilled,
-            pace=Pace(self._noise.service, self._service),
+            pace=TurnNoise(self._noise.service, self._service),
         )
 
     def _decoder(self, life: Life) -> Decoder:

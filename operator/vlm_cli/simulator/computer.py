@@ -49,7 +49,7 @@ class _Image:
     work: float
 
 
-class Pace:
+class TurnNoise:
     """Random factor of the duration of turns."""
 
     def __init__(self, sigma: float, rng: random.Random) -> None:
@@ -80,7 +80,7 @@ class Computer:
         *,
         encoded: Handed,
         prefilled: Handed,
-        pace: Pace,
+        pace: TurnNoise,
     ) -> None:
         self.life, self._pace = life, pace
         self._hardware, self._clock = hardware, clock

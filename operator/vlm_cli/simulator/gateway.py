@@ -13,7 +13,7 @@ from vlm_cli.simulator.computer import Computer
 from vlm_cli.simulator.decoder import Decoder
 from vlm_cli.simulator.hardware import Hardware
 from vlm_cli.simulator.job import Clock, Job
-from vlm_cli.simulator.meters import Meters
+from vlm_cli.simulator.meters import GatewayMetrics
 from vlm_cli.simulator.trace import Request
 from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.autoscale.policy import ServicePolicy
@@ -41,7 +41,7 @@ class Gateway:
     ) -> None:
         self._hardware, self._clock = hardware, clock
         self._encoders, self._prefills, self._decoders = encoders, prefills, decoders
-        self.meters = Meters(policy.ttft_seconds)
+        self.meters = GatewayMetrics(policy.ttft_seconds)
         self.jobs: list[Job] = []
         self.inline_images = 0
         self._while_at_zero = _while_at_zero(policy)

@@ -24,7 +24,7 @@ GRID = dict[str, tuple[Any, ...]]
 
 @dataclasses.dataclass
 class Horizontal:
-    """One HPA. `settle` is its only writer.
+    """One HPA. `stabilize` is its only writer.
 
     Attributes:
         down_seconds: stabilisation when shrinking.
@@ -34,7 +34,7 @@ class Horizontal:
     down_seconds: float = 300.0
     _advised: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
-    def settle(self, now: float, current: int, advised: int) -> int:
+    def stabilize(self, now: float, current: int, advised: int) -> int:
         """Return the replicas for one recommendation; the first call returns the current number."""
         if not self._advised:
             self._advised = [(now, current)]
@@ -49,7 +49,7 @@ class Horizontal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settled:
+class Stabilized:
     """One decision of an HPA, in replicas: the current, the metric's and the decided number."""
 
     policy: PoolPolicy
@@ -67,7 +67,7 @@ class Hpas:
         self._hpas = {role: Horizontal(pool, down_seconds) for role, pool in policy.pools.items()}
         self._every, self._next = every, 0.0
 
-    def ask(self, reading: Reading, advise: Callable[[Role, int], int]) -> dict[Role, Settled]:
+    def ask(self, reading: Reading, advise: Callable[[Role, int], int]) -> dict[Role, Stabilized]:
         """Evaluate each pool's metric `advise(role, current)`, if the interval has passed."""
         now = reading.view.now
         if now < self._next:
@@ -77,8 +77,8 @@ class Hpas:
         for role, hpa in self._hpas.items():
             current = current_of(reading, role)
             advised = advise(role, current)
-            count = hpa.settle(now, current, advised)
-            found[role] = Settled(hpa.policy, current, advised, count)
+            count = hpa.stabilize(now, current, advised)
+            found[role] = Stabilized(hpa.policy, current, advised, count)
         return found
 
     def decide(self, reading: Reading, advise: Callable[[Role, int], int]) -> Mapping[Role, Choice]:

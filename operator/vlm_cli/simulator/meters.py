@@ -71,7 +71,7 @@ class _Modality:
         )
 
 
-class Meters:
+class GatewayMetrics:
     """The gateway's metrics. The gateway writes them; decode pods write `gaps`."""
 
     def __init__(self, targets: Mapping[str, float]) -> None:

@@ -89,7 +89,7 @@ class Pool(Generic[Kind]):
         """Set the replicas of each variant; a missing variant gets 0."""
         self.wanted = {name: variants.get(name, 0) for name in self.wanted}
         self.claim = sum(self.wanted.values()) if claim is None else claim
-        self.settle()
+        self.update_pods()
 
     def start_with(self, variants: Mapping[str, int]) -> None:
         """Create the initial pods, ready at once."""
@@ -98,7 +98,7 @@ class Pool(Generic[Kind]):
             pod.life.scheduled_since = pod.life.ready_since = self._clock.now
         self._refresh()
 
-    def settle(self) -> None:
+    def update_pods(self) -> None:
         """Create, reopen, drain and remove pods to reach the wanted replicas of each variant."""
         for name, count in self.wanted.items():
             own = [pod for pod in self.pods if pod.life.variant == name]

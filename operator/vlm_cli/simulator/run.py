@@ -144,7 +144,7 @@ def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 
         # pools that shrink come first, so that their devices are free for pools that grow
         for role in sorted(chosen, key=lambda role: _growth(cluster, role, chosen[role])):
             cluster.pools[role].scale(chosen[role].variants, claim=chosen[role].claim)
-        cluster.settle()
+        cluster.update_pods()
         moments.append(_moment(cluster, now))
     return Run(
         trace=trace.name,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.fakes import settle
+from support.fakes import run_controllers
 from support.world import World, body, external, pool, service
 from vlm_operator.__main__ import _options
 from vlm_operator.api import parse, resolve
@@ -136,7 +136,7 @@ def test_images_are_encoded_inline_only_where_the_manifest_says_so(while_at_zero
 def test_a_view_names_the_phase_of_every_pod_and_who_owns_the_number():
     world = World(body(decode=external(1, 4)))
     world.turn()
-    settle(world.cluster, start=False)
+    run_controllers(world.cluster, start=False)
     decode = view_of(world).pools[Role.DECODE]
     assert [pod.phase for pod in decode.pods] == ["pending"]
     assert decode.owner == "vlm-autoscaler"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.fakes import FakeCluster, FakeScraper, WatchableCluster, settle
+from support.fakes import FakeCluster, FakeScraper, WatchableCluster, run_controllers
 from support.world import body, pool
 from vlm_operator import names
 from vlm_operator.backoff import Backoff
@@ -255,7 +255,7 @@ async def _live(cluster: FakeCluster, reads: Cluster, *, seed: int | None) -> li
         for _ in range(count):
             cluster.clock.now += 3.0
             await loop.turn()
-            settle(cluster, start=True)
+            run_controllers(cluster, start=True)
             if seed is None or draw.random() < 0.5:
                 await asyncio.sleep(0.01)
 

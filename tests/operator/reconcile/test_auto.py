@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from support.fakes import Died, DyingCluster, settle
+from support.fakes import Died, DyingCluster, run_controllers
 from support.load import FAST, QUICK, SLO, auto, loaded_world, replicas, run, said, seen
 from support.world import World, body, pool
 from vlm_operator.autoscale.record import differences, read_log, replay
@@ -246,7 +246,7 @@ def test_growth_converges_from_a_death_at_every_write():
         with contextlib.suppress(Died):
             run(world, turns=4)
             break
-        settle(world.cluster)
+        run_controllers(world.cluster)
         world.loop = world.new_loop()
         run(world, turns=6)
         assert replicas(world) == world.deployments()["demo-decode"] == 3, f"died at write {at}"

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from support.fakes import FakeCluster, settle
+from support.fakes import FakeCluster, run_controllers
 from support.world import World, body, external, pool
 from vlm_operator.cluster import DEPLOYMENT, NODE, POD, VLM_NODE_CLASS
 from vlm_operator.reconcile.class_and_pool_status import NodeClassReconciler, NodeClassUsage
@@ -76,7 +76,7 @@ def test_a_class_counts_its_nodes_their_capacity_and_their_pods():
     classes = Classes(world)
     world.turn()
     for _ in range(3):
-        settle(world.cluster)
+        run_controllers(world.cluster)
         world.turn(seconds=20)
     status = classes.turn()
     assert (status["nodes"], status["allocatable"], status["inUse"]) == (2, 2, 1)
@@ -214,7 +214,7 @@ def test_what_serves_goes_on_while_its_class_is_gone_and_a_new_pod_still_takes_w
     assert world.condition("Accepted")["status"] == "False"
     world.cluster.remove(POD, "ns", pods[0])
     for _ in range(3):
-        settle(world.cluster)
+        run_controllers(world.cluster)
         world.turn()
     ready = [
         condition["status"]

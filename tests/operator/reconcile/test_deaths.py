@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.fakes import Deaths, FakeCluster, settle
+from support.fakes import Deaths, FakeCluster, run_controllers
 from support.operations import OPERATIONS, Operation
 from support.world import World
 from vlm_operator import names
@@ -43,7 +43,7 @@ class Story(World):
         found = copy.copy(self)
         found.cluster = copy.deepcopy(cluster)
         found.cluster.writes.clear()
-        settle(found.cluster, crash=found._crashes)
+        run_controllers(found.cluster, crash=found._crashes)
         return found
 
     def run(self, cluster: Cluster | None = None) -> Story:
@@ -56,7 +56,7 @@ class Story(World):
         for _ in range(60):
             before = self.cluster.version
             pause = self.turn(seconds=20.0 if self.operation.fails else 3.0)
-            settle(self.cluster, crash=self._crashes)
+            run_controllers(self.cluster, crash=self._crashes)
             quiet = quiet + 1 if self.cluster.version == before and pause > 1.0 else 0
             if quiet and self._ended():
                 return self
@@ -87,7 +87,7 @@ class Story(World):
         for _ in range(60):
             self.cluster.clock.now += 1
             outcome = asyncio.run(loop.turn())
-            settle(self.cluster)
+            run_controllers(self.cluster)
             if outcome.gone:
                 return
         raise AssertionError("the service never went")

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from support.fakes import FakeScraper, WatchableCluster, settle
+from support.fakes import FakeScraper, WatchableCluster, run_controllers
 from support.world import body, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
@@ -115,7 +115,7 @@ async def at_rest(found: Operator) -> None:
         while True:
             before = found.cluster.version
             found.cluster.clock.now += 3.0
-            settle(found.cluster)
+            run_controllers(found.cluster)
             if True not in await timers(found, 1) and found.cluster.version == before:
                 return
 
@@ -152,7 +152,7 @@ async def test_a_deleted_service_ends_with_its_drain_and_leaves_no_turns():
         found.cluster.remove(VLM_SERVICE, "ns", "demo")
 
         def gone() -> bool:
-            settle(found.cluster)
+            run_controllers(found.cluster)
             return found.cluster.all(VLM_SERVICE) == [] and found.events.signatures == {}
 
         await until(gone)

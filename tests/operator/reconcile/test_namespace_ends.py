@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.fakes import settle
+from support.fakes import run_controllers
 from support.world import World, kstatus, rps
 from vlm_operator.cluster import CHILD_KINDS, VLM_SERVICE
 from vlm_operator.errors import NamespaceEndsError
@@ -41,7 +41,7 @@ def test_a_deleted_service_still_ends_there():
     world.cluster.ending.add("ns")
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
     world.turn()
-    settle(world.cluster)
+    run_controllers(world.cluster)
     world.turn()
     assert world.cluster.all(VLM_SERVICE) == []
     assert {kind for kind, _ in world.cluster.refused} <= {"Event"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.fakes import settle
+from support.fakes import run_controllers
 from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, EVENT, POD, VLM_POOL, VLM_SERVICE, Manifest
@@ -73,10 +73,10 @@ def test_a_copy_of_a_deployment_of_ours_has_no_part_in_the_arithmetic():
     copied = foreign(decode, "copied")
     copied["spec"]["replicas"] = 3
     world.cluster.hardware(copied)
-    settle(world.cluster)
+    run_controllers(world.cluster)
     for _ in range(3):
         world.turn()
-        settle(world.cluster)
+        run_controllers(world.cluster)
     found = {item["metadata"]["name"]: item for item in world.cluster.all(DEPLOYMENT)}
     assert found["copied"]["spec"]["replicas"] == 3, "it is nobody's to change"
     assert found[decode["metadata"]["name"]]["spec"]["replicas"] == 2
@@ -101,7 +101,7 @@ def test_a_users_config_map_of_a_name_that_we_keep_stays_theirs(part: str):
     world.cluster.hardware(theirs)
     for _ in range(6):
         world.turn(seconds=5.0)
-        settle(world.cluster)
+        run_controllers(world.cluster)
     found = next(
         item for item in world.cluster.all(CONFIG_MAP) if item["metadata"]["name"] == f"demo-{part}"
     )
@@ -120,7 +120,7 @@ def test_a_bare_pod_is_no_replica_and_is_named():
     world = World(body(decode=pool(1)))
     world.converge(start=False)  # the real pod finds no node
     world.cluster.hardware(bare_pod("impostor"))
-    settle(world.cluster, start=lambda pod: pod["metadata"]["name"] == "impostor")
+    run_controllers(world.cluster, start=lambda pod: pod["metadata"]["name"] == "impostor")
     world.turn()
     assert world.condition("DecodeReady")["status"] != "True"
     (found,) = (item["status"] for item in world.cluster.all(VLM_POOL))
@@ -207,8 +207,8 @@ def test_a_deployment_with_a_name_of_an_earlier_version_keeps_it_and_its_pods():
     older["metadata"]["ownerReferences"] = live["metadata"]["ownerReferences"]
     world.cluster.remove(DEPLOYMENT, "ns", live["metadata"]["name"])
     world.cluster.hardware(older)
-    settle(world.cluster)
-    settle(world.cluster)
+    run_controllers(world.cluster)
+    run_controllers(world.cluster)
     before = {item["metadata"]["uid"] for item in world.cluster.all(POD)}
     world.loop = world.new_loop()
     world.converge()

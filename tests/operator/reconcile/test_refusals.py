@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.fakes import FakeCluster, settle
+from support.fakes import FakeCluster, run_controllers
 from support.world import World, body, empty, external, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
@@ -55,7 +55,7 @@ def scale(world: World, replicas: int) -> None:
 def turns(world: World, count: int = 8) -> None:
     for _ in range(count):
         world.turn(seconds=3.0)
-        settle(world.cluster, start=True)
+        run_controllers(world.cluster, start=True)
 
 
 def decode_replicas(world: World) -> int:
@@ -262,7 +262,7 @@ def test_a_foreign_object_of_a_childs_name_slows_nothing_and_is_tried_ever_more_
     pauses = []
     for _ in range(60):
         pauses.append(world.turn(seconds=1.0))
-        settle(world.cluster, start=True)
+        run_controllers(world.cluster, start=True)
     assert max(pauses) < 60.0, "the loop keeps its own pace"
     assert 0 < world.cluster.gets["Service demo-gateway"] <= 8
     failures = [item["reason"] for item in world.status["conditions"]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.fakes import settle
+from support.fakes import run_controllers
 from support.world import World, body, kstatus, pool, rps
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, VLM_SERVICE, Manifest
@@ -46,7 +46,7 @@ class Rollout(World):
     def next(self, *, seconds: float = 3.0) -> None:
         """One turn, then the controllers."""
         self.turn(seconds=seconds)
-        settle(self.cluster, crash=self._crashes, start=self._fits)
+        run_controllers(self.cluster, crash=self._crashes, start=self._fits)
 
     def until(self, done, *, turns: int = 80, seconds: float = 3.0, check=lambda: None) -> None:
         """Turn until `done`, asking `check` in between."""
@@ -290,7 +290,7 @@ def test_pods_that_an_older_operator_made_from_another_template_are_left_as_they
 
     for item in world.cluster.all(DEPLOYMENT):
         world.cluster.edit(DEPLOYMENT, "ns", item["metadata"]["name"], age)
-    settle(world.cluster)
+    run_controllers(world.cluster)
     pods = {pod["metadata"]["uid"] for pod in world.cluster.all(POD)}
     world.loop = world.new_loop()
     for _ in range(3):

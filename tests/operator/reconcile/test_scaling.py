@@ -1,6 +1,6 @@
 """State in, state out: what turns make of a number of replicas that changes."""
 
-from support.fakes import settle
+from support.fakes import run_controllers
 from support.load import auto, loaded_world, replicas, run
 from support.world import World, body, external, pool
 from vlm_operator import names
@@ -65,7 +65,7 @@ def test_scaling_in_closes_the_gate_and_waits_for_requests_to_end():
     world.scale("decode", 1)
     for _ in range(5):
         assert world.turn(seconds=3) <= 1.0
-        settle(world.cluster)
+        run_controllers(world.cluster)
     assert world.deployments()["demo-decode"] == 2  # nobody is cut off
     pod_patches = {
         item["metadata"]["name"]: gate["status"]

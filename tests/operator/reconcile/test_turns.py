@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from support.fakes import settle
+from support.fakes import run_controllers
 from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
@@ -65,7 +65,7 @@ def test_ready_is_said_once_every_role_serves_and_then_nothing_is_written():
 def test_the_message_names_the_one_thing_that_blocks():
     world = World(body(decode=pool(2)))
     world.turn()
-    settle(world.cluster, start=False)
+    run_controllers(world.cluster, start=False)
     scheduler = (
         "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are "
         "available: 3 No preemption victims found."

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from support.fakes import Died, DyingCluster, settle
+from support.fakes import Died, DyingCluster, run_controllers
 from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import CHILD_KINDS, POD, VLM_SERVICE, Manifest
@@ -42,7 +42,7 @@ def test_a_service_made_again_in_the_middle_of_a_rollout_keeps_nothing_of_the_ol
     world.cluster.edit(VLM_SERVICE, "ns", "demo", lambda i: i["metadata"].update(finalizers=[]))
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
     world.apply(body(decode=pool(2)))
-    settle(world.cluster)
+    run_controllers(world.cluster)
     world.loop = world.new_loop()
     world.converge(turns=20)
     assert world.snapshot() == reference.snapshot()
@@ -61,7 +61,7 @@ def test_a_manifest_that_flips_has_one_rollout_at_a_time_and_the_last_one_wins()
     for flip in range(20):
         world.apply(body(OTHER if flip % 2 == 0 else {}, decode=pool(2)))
         world.turn(seconds=0.1)
-        settle(world.cluster)
+        run_controllers(world.cluster)
         assert len(revisions(world)) <= 2
     assert world.written() - before < 20 * 20
     world.apply(body(OTHER, decode=pool(2)))

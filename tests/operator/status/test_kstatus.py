@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.fakes import DyingCluster, FakeScraper, settle
+from support.fakes import DyingCluster, FakeScraper, run_controllers
 from support.world import World, body, external, kstatus, pool, rps
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, POD, VLM_SERVICE, Manifest
@@ -122,7 +122,7 @@ def test_a_first_rollout_that_is_broken_ends_as_failed_with_cause_and_fix(case: 
     status, first, delay, last, reason, words = case
     world = World(body(decode=pool()))
     world.turn()
-    settle(
+    run_controllers(
         world.cluster, start=lambda item: item["metadata"]["labels"][names.LABEL_ROLE] != "decode"
     )
     (decode,) = pods(world, "decode")
@@ -139,7 +139,7 @@ def test_a_first_rollout_that_is_broken_ends_as_failed_with_cause_and_fix(case: 
             assert word in world.condition(kind)["message"], kind
     assert split(world.condition("Stalled")["message"])[1]
     # healed, it goes on
-    settle(world.cluster)
+    run_controllers(world.cluster)
     world.converge()
     assert rps(world) == "T/F/F"
 
@@ -151,7 +151,7 @@ def _false(status: dict[str, Any]) -> str:
 def test_progress_resets_the_deadline():
     world = World(body(decode=pool()))
     world.turn()
-    settle(world.cluster, start=False)
+    run_controllers(world.cluster, start=False)
     world.turn(seconds=DEADLINE - 10)
     assert rps(world) == "F/T/F"
     (decode,) = pods(world, "decode")
@@ -167,7 +167,7 @@ def test_progress_resets_the_deadline():
 def test_a_new_operator_process_does_not_start_the_deadline_anew():
     world = World(body(decode=pool()))
     world.turn()
-    settle(world.cluster, start=False)
+    run_controllers(world.cluster, start=False)
     world.turn(seconds=DEADLINE - 100)
     world.loop = world.new_loop()
     world.turn(seconds=50)
@@ -268,7 +268,11 @@ LATER: dict[str, tuple[Manifest, Callable[[World], None], str, str, str]] = {
     "a node that is lost": (body(decode=pool()), dead_node, "F/F/F", "F/F/T", "NodeNotReady"),
     "an autoscaler's pod has no node": (
         body(decode=external(1, 4)),
-        lambda world: (world.scale("decode", 2), world.turn(), settle(world.cluster, start=False)),
+        lambda world: (
+            world.scale("decode", 2),
+            world.turn(),
+            run_controllers(world.cluster, start=False),
+        ),
         "T/F/F", "T/F/F", "Degraded",
     ),
     "stopped": (
@@ -300,7 +304,7 @@ def test_a_service_that_was_reached_says_what_it_is_now_and_after_the_deadline(c
 def test_a_pod_that_starts_for_ever_ends_as_failed_with_where_to_look():
     world = World(body(decode=pool()))
     world.turn()
-    settle(world.cluster, start=False)
+    run_controllers(world.cluster, start=False)
     (decode,) = pods(world, "decode")
     set_pod(world, decode, waiting("ContainerCreating"))
     world.turn()
@@ -319,7 +323,7 @@ def test_a_pod_that_starts_for_ever_ends_as_failed_with_where_to_look():
 def test_a_crash_whose_pauses_outlast_the_deadline_ends_as_failed_with_cause_and_fix():
     world = World(body({"rollout": {"progressDeadlineSeconds": 60}}, decode=pool()))
     world.turn()
-    settle(world.cluster, start=False)
+    run_controllers(world.cluster, start=False)
     (decode,) = pods(world, "decode")
     set_pod(world, decode, crashing(message="no folder; give one", restarts=1))
     world.turn()
@@ -335,7 +339,7 @@ def test_a_crash_whose_pauses_outlast_the_deadline_ends_as_failed_with_cause_and
 def test_a_gateway_without_a_node_is_offered_what_a_gateway_has():
     world = World(body(decode=pool()))
     world.turn()
-    settle(
+    run_controllers(
         world.cluster, start=lambda item: item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
     )
     (gateway,) = pods(world, "gateway")
@@ -351,7 +355,7 @@ def test_a_surge_pod_without_a_node_is_named_and_the_service_serves_on():
     world.converge()
     world.apply(body(decode=pool(engine={"extraArgs": ["--max-requests=8"]})))
     world.turn()
-    settle(world.cluster, start=lambda item: "nodeName" in item["spec"])
+    run_controllers(world.cluster, start=lambda item: "nodeName" in item["spec"])
     fresh = next(item for item in pods(world, "decode") if "nodeName" not in item["spec"])
     set_pod(world, fresh, unscheduled(NO_CPU), node=None)
     world.turn()
@@ -452,7 +456,7 @@ def test_what_a_worker_says_of_its_failure_ends_as_failed_with_cause_and_fix(cas
     world.scraper = saying
     world.loop = world.new_loop()
     world.turn()
-    settle(world.cluster)
+    run_controllers(world.cluster)
     for pod in pods(world, saying.role):
         status = copy.deepcopy(pod["status"])
         for item in status["conditions"]:

@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.fakes import settle
+from support.fakes import run_controllers
 from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import POD, VLM_SERVICE
@@ -70,9 +70,9 @@ def test_a_changed_meaning_is_written_in_the_same_turn():
     world.turn(seconds=5)
     assert world.condition("DecodeReady")["status"] == "False"
     assert status_writes(world) == before + 1
-    settle(world.cluster)
+    run_controllers(world.cluster)
     world.turn(seconds=5)
-    settle(world.cluster)
+    run_controllers(world.cluster)
     world.turn(seconds=5)
     assert world.condition("DecodeReady")["status"] == "True"
 

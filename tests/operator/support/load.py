@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from support.fakes import FakeScraper, settle
+from support.fakes import FakeScraper, run_controllers
 from support.world import World, body
 from vlm_operator.autoscale.constants import Constants
 from vlm_operator.cluster import POD, VLM_POOL
@@ -74,7 +74,7 @@ def run(world: World, *, turns: int, seconds: float = 5.0, start: bool = True) -
     """Take turns, with controllers at work in between."""
     for _ in range(turns):
         world.turn(seconds=seconds)
-        settle(world.cluster, start=start)
+        run_controllers(world.cluster, start=start)
 
 
 def replicas(world: World, role: str = "decode") -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from support.fakes import FakeCluster, FakeScraper, settle
+from support.fakes import FakeCluster, FakeScraper, run_controllers
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
 from vlm_operator.cluster import (
@@ -117,7 +117,7 @@ class World:
         for _ in range(turns):
             before = self.cluster.version
             pause = self.turn(seconds=3.0)
-            settle(self.cluster, start=start)
+            run_controllers(self.cluster, start=start)
             if self.cluster.version == before and pause > 1.0:
                 return
         raise AssertionError(f"still writing: {self.cluster.writes[-5:]}")

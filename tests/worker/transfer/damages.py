@@ -44,7 +44,7 @@ class Transfer:
             frames += writer.write(memoryview(self.data)[at : at + size])
             at += size
         frames.append(writer.commit(Commit(self.end_unit, 4 * self.end_unit, 7)))
-        return [frame.joined() for frame in frames]
+        return [frame.to_bytes() for frame in frames]
 
     def reader(self) -> FrameReader:
         """Of the consumer, who does not know the pod."""

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 
 SMALL = transfer_of("t-3", num_units=3)
 SMALL_STREAM = b"".join(
-    RECORD.pack(0, len(frame.head) + frame.payload.nbytes) + frame.joined()
+    RECORD.pack(0, len(frame.head) + frame.payload.nbytes) + frame.to_bytes()
     for frame in frames_of(SMALL)
 )
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 
 ONE, TWO = transfer_of("t-1"), transfer_of("t-2")
 STREAM = b"".join(
-    RECORD.pack(0, len(frame.head) + frame.payload.nbytes) + frame.joined()
+    RECORD.pack(0, len(frame.head) + frame.payload.nbytes) + frame.to_bytes()
     for frame in frames_of(ONE)
 )
 

@@ -163,6 +163,6 @@ def test_a_commit_that_claims_an_early_end_gives_no_units_and_no_prefix() -> Non
     transfer = make_transfer(random.Random(2))
     writer = FrameWriter(transfer.identity, unit_bytes=transfer.unit_bytes)
     reader = transfer.reader()
-    reader.read(writer.commit(Commit(0, 8, 3, FinishReason.STOP)).joined())
+    reader.read(writer.commit(Commit(0, 8, 3, FinishReason.STOP)).to_bytes())
     assert reader.commit is not None
     assert reader.commit.finish_reason is FinishReason.STOP

@@ -52,7 +52,7 @@ class Transfer:
                 frames.append(writer.wait())
             frames += writer.write(memoryview(self.data)[start : start + step])
         frames.append(writer.commit(self.commit))
-        return [frame.joined() for frame in frames]
+        return [frame.to_bytes() for frame in frames]
 
     def reader(
         self, identity: TransferId = IDENTITY, *, into: DestinationBuffers | None = None
@@ -111,9 +111,11 @@ def test_a_unit_larger_than_a_frame_arrives_in_parts(unit_bytes: int) -> None:
 def test_parts_that_disagree_on_their_units_are_caught() -> None:
     writer = FrameWriter(IDENTITY, unit_bytes=8)
     reader = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4).reader()
-    assert reader.read(writer._frame(memoryview(bytes(8)), num_units=2, offset=0).joined()) is None
+    assert (
+        reader.read(writer._frame(memoryview(bytes(8)), num_units=2, offset=0).to_bytes()) is None
+    )
     with pytest.raises(CorruptTransferError, match="after a part of others"):
-        reader.read(writer._frame(memoryview(bytes(16)), num_units=3, offset=8).joined())
+        reader.read(writer._frame(memoryview(bytes(16)), num_units=3, offset=8).to_bytes())
 
 
 @given(transfers(), st.data())
@@ -202,7 +204,7 @@ def test_an_answer_that_ended_with_its_first_token_may_be_committed_without_its_
     writer = FrameWriter(IDENTITY, unit_bytes=8)
     commit = Commit(0, 16, first_token_id=3, finish_reason=FinishReason.STOP)
     reader = transfer.reader()
-    assert receive(reader, [writer.commit(commit).joined()]) == b""
+    assert receive(reader, [writer.commit(commit).to_bytes()]) == b""
     assert reader.commit == commit
 
 
@@ -249,7 +251,7 @@ def test_units_that_lie_elsewhere_unheard_of_may_not_end_early() -> None:
     """Whoever waits for the end alone believes that all of them are there."""
     transfer = Transfer(unit_bytes=10, first_unit=0, num_units=4, batch=4)
     writer = FrameWriter(IDENTITY, unit_bytes=10, first_unit=0)
-    early = writer.commit(Commit(4, 16, finish_reason=FinishReason.STOP)).joined()
+    early = writer.commit(Commit(4, 16, finish_reason=FinishReason.STOP)).to_bytes()
     assert transfer.reader().read(early) is None, "an answer may end with its first token"
     with pytest.raises(CorruptTransferError, match="all units are due") as refused:
         transfer.reader(into=DestinationBuffers([memoryview(bytearray(40))])).read(early)

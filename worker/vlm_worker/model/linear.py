@@ -124,7 +124,7 @@ class JointLinear(nn.Module):
 
     def pack(self, *, int8: bool) -> None:
         """Copy the weights of the parts into one packed matrix, and drop the parts."""
-        weight, bias = joined(list(self.parts))
+        weight, bias = concatenated(list(self.parts))
         self.packed, self.bias = pack(weight, int8=int8), _own_bias(bias)
         self.parts = nn.ModuleList()
 
@@ -163,7 +163,7 @@ class GatedLinear(nn.Module):
         return packed_linear(x_TD, self.packed, self.bias, activation=self.activation)
 
 
-def joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def concatenated(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Concatenated weights and biases of layers with the same input; None if none has a bias."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     if all(linear.bias is None for linear in linears):

@@ -192,7 +192,7 @@ class AttemptRegistry:
     ) -> None:
         self.by_key: dict[RequestKey, AttemptHandle] = {}
         self.leases = leases
-        self.history = History()
+        self.history = CallHistory()
         self.clock = clock
         self.end_in_engine = end_in_engine
         self._incarnation = incarnation
@@ -387,7 +387,7 @@ class _Past:
     is_cancelled: bool = False
 
 
-class History:
+class CallHistory:
     """Calls and cancellations of the last minutes. Pure: `now` is an argument.
 
     Bounded in time and in number; the attempt that was silent for longest is dropped first.

@@ -67,7 +67,7 @@ class Service:
             shared |= {name: self._streams(stage, name, *rpc) for name, rpc in role.rpcs.items()}
         for method in METHODS.values():
             handler = shared.get(method.name) or getattr(self, f"_{method.name}")
-            handler = self._guarded(method, handler)
+            handler = self._with_status(method, handler)
             by_service.setdefault(method.service, {})[method.name] = _rpc_handler(method, handler)
         return tuple(
             grpc.method_handlers_generic_handler(f"{PACKAGE}.{service}", handlers)
@@ -82,8 +82,8 @@ class Service:
                 async for reply in replies:
                     deliver(reply)
 
-    def _guarded(self, method: Method, handler: Handler) -> Handler:
-        async def guarded(request: Any, context: Any) -> Any:
+    def _with_status(self, method: Method, handler: Handler) -> Handler:
+        async def answered(request: Any, context: Any) -> Any:
             try:
                 with self._counted(method.name):
                     return await handler(request, context)
@@ -92,7 +92,7 @@ class Service:
             except Exception as error:  # noqa: BLE001  the caller gets its status
                 return await context.abort(*status_of(error))
 
-        return guarded
+        return answered
 
     @contextlib.contextmanager
     def _counted(self, name: str) -> Iterator[None]:

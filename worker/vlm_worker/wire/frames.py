@@ -156,7 +156,7 @@ class Frame(NamedTuple):
     head: bytes
     payload: memoryview
 
-    def joined(self) -> bytes:
+    def to_bytes(self) -> bytes:
         return b"".join(self)
 
 
@@ -442,6 +442,6 @@ async def join_frames(batches: FrameBatches) -> AsyncGenerator[bytes]:
     """The frames of all batches, in order, one message each."""
     async with aclosing(batches):
         async for batch in batches:
-            messages = (frame.joined() for frame in batch)
+            messages = (frame.to_bytes() for frame in batch)
             while (message := await asyncio.to_thread(next, messages, None)) is not None:
                 yield message

@@ -17,7 +17,7 @@ from vlm_operator.state import ANNOTATION_DELETION_COST, KvTokens, PodState, Sam
 from vlm_operator.state.pod_stats import ModelFacts
 
 
-def settle(
+def run_controllers(
     cluster: FakeCluster,
     *,
     start: bool | Callable[[Manifest], bool] = True,

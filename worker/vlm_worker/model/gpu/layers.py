@@ -32,7 +32,7 @@ from vlm_kernels import (
 from vlm_kernels.quantised_linear import GROUPS
 from vlm_worker.model.attention import StepContext, planes_forward
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
-from vlm_worker.model.linear import GatedLinear, JointLinear, Packing, joined
+from vlm_worker.model.linear import GatedLinear, JointLinear, Packing, concatenated
 
 PLANES_ATTENTION = frozenset({"CLIPAttention", "SiglipAttention"})
 """Classes of transformers that compute what `PlanesAttention` does."""
@@ -114,7 +114,7 @@ class PlanesAttention(nn.Module):
 def _join(parts: nn.ModuleList) -> tuple[nn.Module, list[int]]:
     """One linear layer with the concatenated outputs, and the number of outputs of each part."""
     linears: list[Any] = list(parts)
-    weight, bias = joined(linears)
+    weight, bias = concatenated(linears)
     product = nn.Linear(1, 1, bias=bias is not None, device="meta")
     product.out_features, product.in_features = weight.shape
     product.weight = nn.Parameter(weight, requires_grad=False)
