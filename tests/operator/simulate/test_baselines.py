@@ -45,15 +45,15 @@ def test_a_pod_without_a_metric_counts_against_the_move():
 
 def test_an_hpa_grows_by_four_pods_or_by_all_and_shrinks_to_the_window_s_greatest():
     hpa = Horizontal(POLICY)
-    assert hpa.run_controllers(0.0, 2, 10) == 6
-    assert hpa.run_controllers(15.0, 6, 10) == 10
-    assert hpa.run_controllers(30.0, 10, 3) == 10
-    assert hpa.run_controllers(200.0, 10, 4) == 10
-    assert hpa.run_controllers(316.0, 10, 3) == 4
+    assert hpa.stabilize(0.0, 2, 10) == 6
+    assert hpa.stabilize(15.0, 6, 10) == 10
+    assert hpa.stabilize(30.0, 10, 3) == 10
+    assert hpa.stabilize(200.0, 10, 4) == 10
+    assert hpa.stabilize(316.0, 10, 3) == 4
 
 
 def test_an_hpa_begins_with_what_there_is():
-    assert Horizontal(POLICY).run_controllers(0.0, 5, 1) == 5
+    assert Horizontal(POLICY).stabilize(0.0, 5, 1) == 5
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))
