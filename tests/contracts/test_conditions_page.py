@@ -56,13 +56,13 @@ def test_every_reason_of_the_code_is_in_the_table_of_its_condition():
     found = sections()
     causes = set(table(found["Causes"]))
     known = {kind: set(table(found[kind])) | causes for kind in CONDITIONS}
-    said = 0
-    for node in calls():
-        kinds = {item for item in strings(node.args[0]) if item in known} or set(known)
-        for reason in strings(node.args[2]):
-            said += 1
+    num_reasons = 0
+    for kind, reason_of in states():
+        kinds = {item for item in strings(kind) if item in known} or set(known)
+        for reason in strings(reason_of):
+            num_reasons += 1
             assert any(reason in known[kind] for kind in kinds), (kinds, reason)
-    assert said > 30
+    assert num_reasons > 30
     every = set().union(*known.values())
     assert {reason.value for reason in ConditionReason} <= every
 
@@ -76,16 +76,26 @@ def test_every_reason_of_a_table_is_in_the_code():
         assert set(table(text)) <= can_say, title
 
 
-def calls() -> Iterator[ast.Call]:
-    """Each construction of a ConditionState of a VLMService."""
+def states() -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Kind and reason of each construction of a ConditionState of a VLMService.
+
+    A function with one kind constructs them by `state = functools.partial(ConditionState, kind)`.
+    """
     for source in SOURCES:
-        for node in ast.walk(ast.parse(source.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and getattr(node.func, "id", "") == "ConditionState"
-                and "NodesFound" not in strings(node.args[0])
-            ):
-                yield node
+        for function in ast.parse(source.read_text()).body:
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            of_kind = [
+                call.args[1]
+                for call in calls
+                if getattr(call.func, "attr", "") == "partial"
+                and getattr(call.args[0], "id", "") == "ConditionState"
+            ]
+            for call in calls:
+                name = getattr(call.func, "id", "")
+                if name == "ConditionState" and "NodesFound" not in strings(call.args[0]):
+                    yield call.args[0], call.args[2]
+                elif name == "state" and of_kind:
+                    yield of_kind[0], call.args[1]
 
 
 def strings(tree: ast.AST) -> set[str]:

@@ -34,7 +34,6 @@ MEANINGS = {
     },
     "ignore_eos": {
         "worker/vlm_worker/core/persistent_batch.py",  # which tokens end an answer
-        "worker/vlm_worker/testing.py",
     },
 }
 
