@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
-from vlm_worker.engine.runner import LoggedCodec
+from vlm_worker.engine.runner import EmbeddingCopies
 
 TTL = 50.0
 
@@ -117,7 +117,7 @@ def test_a_copy_that_fails_is_a_miss_and_no_more(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     codec = Codec()
-    cache = EncoderCache(LoggedCodec(codec), max_bytes=8, cold_bytes=8, ttl_seconds=TTL)
+    cache = EncoderCache(EmbeddingCopies(codec), max_bytes=8, cold_bytes=8, ttl_seconds=TTL)
     setattr(codec, way, 1)
     idle(cache, b"a")
     idle(cache, b"b")  # a is carried to host memory

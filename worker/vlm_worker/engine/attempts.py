@@ -309,11 +309,13 @@ class ReadableBlocks:
         self._readable: dict[RequestKey, _Readable] = {}
 
     def num_readable(self, key: RequestKey) -> int:
-        return len(self._readable.get(key, _Readable()).blocks)
+        readable = self._readable.get(key)
+        return 0 if readable is None else len(readable.blocks)
 
     def was_read(self, key: RequestKey) -> bool:
         """Whether a peer has read blocks of a sequence."""
-        return self._readable.get(key, _Readable()).read
+        readable = self._readable.get(key)
+        return readable is not None and readable.read
 
     def publish(self, key: RequestKey, blocks: Seq[int]) -> None:
         """Make `blocks` readable: they are written, and not written again while they are held."""

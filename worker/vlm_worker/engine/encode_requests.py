@@ -20,7 +20,7 @@ from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, EngineContext, ResourceKind, Totals
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
-from vlm_worker.engine.runner import LoggedCodec, run_device_copy
+from vlm_worker.engine.runner import EmbeddingCopies
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
@@ -84,8 +84,9 @@ class EncodeRequests:
                 f"embedding_cache_bytes is {settings.embedding_cache_bytes}: give it at least as "
                 "much"
             )
+        self.copies = EmbeddingCopies(runner)
         self.cache = EncoderCache(
-            LoggedCodec(runner),
+            self.copies,
             max_bytes=settings.embedding_cache_bytes,
             cold_bytes=settings.embedding_cold_cache_bytes or 0,
             ttl_seconds=settings.embedding_ttl_seconds,
@@ -292,9 +293,7 @@ class EncodeRequests:
 
     def _rows(self, entry: Entry) -> memoryview:
         try:
-            return run_device_copy(
-                "copying an embedding out", lambda: self._runner.export_embedding(entry.buffer)
-            )
+            return self.copies.export_embedding(entry.buffer)
         except EngineError as error:  # an encoder pod runs no step that would detect a lost device
             self._context.device_errors.record(error)
             raise

@@ -18,7 +18,6 @@ from vlm_worker.core.sequence import Sequence
 from vlm_worker.engine.attempts import Attempt, EngineContext
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import NeedItems
-from vlm_worker.engine.runner import run_device_copy
 from vlm_worker.errors import InvalidRequestError
 
 
@@ -26,7 +25,7 @@ class PromptEmbeddings:
     """Supplies sequences with embeddings. Engine thread only."""
 
     def __init__(self, context: EngineContext, encode_requests: EncodeRequests) -> None:
-        self._runner, self._events = context.runner, context.events
+        self._events = context.events
         self._encode_requests = encode_requests
         self._requesters: dict[bytes, list[tuple[Sequence, int]]] = {}
         encode_requests.queue.on_ready = self._on_ready
@@ -79,9 +78,7 @@ class PromptEmbeddings:
         if number not in sequence.output.requested_items:
             return
         item = sequence.items[number]
-        embedding = run_device_copy(
-            "copying an embedding in", lambda: self._runner.import_embedding(rows, item.num_tokens)
-        )
+        embedding = self._encode_requests.copies.import_embedding(rows, item.num_tokens)
         self._forget_requested_item(sequence, number)
         if sequence.can_pin_embeddings:
             sequence.embeddings[number] = embedding

@@ -120,8 +120,8 @@ def run_device_copy(what: str, call: Callable[[], T]) -> T:
         raise EngineError(f"{what} failed: {error!r}") from error
 
 
-class LoggedCodec:
-    """The runner's copies of embeddings, with a log line for each that fails."""
+class EmbeddingCopies:
+    """The runner's copies of embeddings, by `run_device_copy`."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -129,13 +129,12 @@ class LoggedCodec:
 
     def export_embedding(self, embedding: Any) -> memoryview:
         return run_device_copy(
-            "copying an embedding to host memory", lambda: self._runner.export_embedding(embedding)
+            "copying an embedding out", lambda: self._runner.export_embedding(embedding)
         )
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Any:
         return run_device_copy(
-            "copying an embedding to the device",
-            lambda: self._runner.import_embedding(rows, num_tokens),
+            "copying an embedding in", lambda: self._runner.import_embedding(rows, num_tokens)
         )
 
 
