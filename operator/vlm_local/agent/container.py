@@ -67,6 +67,7 @@ class Container:
     """One container of one pod. `view` is its observed state, which only its own task writes.
 
     Args:
+        sidecar: it is an init container that runs as long as the pod does.
         prepare: returns what a run needs, given the number of restarts; raises `CannotStartError`.
         changed: is called after each change of `view`.
         grace_seconds: the pod's, for a container that failed a probe.
@@ -78,6 +79,7 @@ class Container:
         spec: Mapping[str, Any],
         *,
         restart_policy: str,
+        sidecar: bool = False,
         prepare: Callable[[int], Awaitable[Prepared]],
         prober: Callable[[Process], probes.Prober],
         changed: Callable[[], None],
@@ -87,7 +89,10 @@ class Container:
         num_restarts: int = 0,
     ) -> None:
         self.spec = spec
-        self.view = ContainerView(spec["name"], spec["image"], num_restarts=num_restarts)
+        self.view = ContainerView(
+            spec["name"], spec["image"], num_restarts=num_restarts, sidecar=sidecar
+        )
+        self.started = asyncio.Event()  # once it has passed its startup probe
         self.process: Process | None = None
         self.logs: list[ContainerLog] = []
         self._restart_policy = restart_policy
@@ -291,6 +296,8 @@ class Container:
         view = dataclasses.replace(self.view, **changes)
         if view != self.view:
             self.view = view
+            if view.started:
+                self.started.set()
             self._changed()
 
 

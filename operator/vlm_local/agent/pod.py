@@ -1,6 +1,7 @@
 """One pod from its binding to its end: volumes, init containers, containers, status, removal.
 
 bound ─▶ volumes ─▶ init containers, one by one ─▶ containers, together ─▶ done
+  │                 └ a sidecar: until it has started; it ends after the containers
   └ deletionTimestamp: preStop, SIGTERM, grace, SIGKILL ─▶ last status ─▶ object deleted
 """
 
@@ -115,8 +116,13 @@ class Pod:
         self._mounted = True
         self._dirty.set()
         refreshing = asyncio.create_task(self._volumes.refresh())
+        sidecars: list[asyncio.Task[None]] = []
         try:
             for container in self.init_containers:
+                if container.view.sidecar:
+                    sidecars.append(asyncio.create_task(container.run()))
+                    await _any_done(sidecars[-1], asyncio.create_task(container.started.wait()))
+                    continue
                 await container.run()
                 ended = container.view.state
                 if not (isinstance(ended, status.Terminated) and ended.exit_code == 0):
@@ -127,7 +133,10 @@ class Pod:
             raise
         finally:
             refreshing.cancel()
-            await asyncio.gather(refreshing, return_exceptions=True)
+            grace = self._grace_seconds if self._deleted.is_set() else 0.0
+            for container in reversed([one for one in self.init_containers if one.view.sidecar]):
+                await container.stop(grace)
+            await asyncio.gather(refreshing, *sidecars, return_exceptions=True)
 
     async def _mount(self) -> dict[str, Path]:
         """Return the volumes when all are available; none if the pod is deleted first.
@@ -159,7 +168,11 @@ class Pod:
                 if container.process is not None and container.process.running:
                     await self._record("Killing", f"Stopping container {container.view.name}")
         grace = self._grace_seconds
-        stops = [asyncio.create_task(container.stop(grace)) for container in self._all_containers]
+        stops = [
+            asyncio.create_task(container.stop(grace))
+            for container in self._all_containers
+            if not container.view.sidecar  # `_live` ends sidecars after the others
+        ]
         while not living.done():
             await asyncio.wait([living], timeout=RETRY_SECONDS)
             if self._gone or time.monotonic() - began > self._grace_seconds + HOOK_SECONDS:
@@ -206,10 +219,14 @@ class Pod:
 
     def _container(self, spec: Mapping[str, Any]) -> Container:
         init = spec in (self.pod["spec"].get("initContainers") or [])
+        sidecar = init and spec.get("restartPolicy") == "Always"
         policy = self.pod["spec"].get("restartPolicy", "Always")
+        if init and policy == "Always":
+            policy = "Always" if sidecar else "OnFailure"
         return Container(
             spec,
-            restart_policy="OnFailure" if init and policy == "Always" else policy,
+            restart_policy=policy,
+            sidecar=sidecar,
             prepare=lambda number: self._runs.prepare(self.pod, spec, number),
             prober=self._prober,
             changed=self._dirty.set,
@@ -225,6 +242,14 @@ class Pod:
 
     async def _record(self, reason: str, message: str, *, warning: bool = False) -> None:
         await self._recorder.record(self.pod, reason, message, warning=warning)
+
+
+async def _any_done(*tasks: asyncio.Task[Any]) -> None:
+    """Wait for the first of the tasks; cancel the last one, which only waits."""
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        tasks[-1].cancel()
 
 
 def _earlier_restarts(pod: Mapping[str, Any], name: str) -> int:

@@ -44,7 +44,11 @@ class Terminated:
 
 @dataclasses.dataclass(frozen=True)
 class ContainerView:
-    """The known state of one container."""
+    """The known state of one container.
+
+    Attributes:
+        sidecar: an init container with restartPolicy Always: it runs as long as the pod does.
+    """
 
     name: str
     image: str
@@ -54,6 +58,7 @@ class ContainerView:
     started: bool = False
     ready: bool = False
     container_id: str = ""
+    sidecar: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +89,29 @@ def pod_status(
         "observedGeneration": pod["metadata"].get("generation", 1),
         "phase": phase,
         "startTime": timestamp(view.started_at),
-        "containerStatuses": [container_status(one) for one in view.containers],
+        "containerStatuses": _statuses(view, view.containers),
         "conditions": _with_times(_conditions(pod, view, phase), conditions, now),
     }
     if view.init_containers:
-        status["initContainerStatuses"] = [container_status(one) for one in view.init_containers]
+        status["initContainerStatuses"] = _statuses(view, view.init_containers)
     if view.host_ip:
         status |= {"hostIP": view.host_ip, "hostIPs": [{"ip": view.host_ip}]}
     if view.pod_ip:
         status |= {"podIP": view.pod_ip, "podIPs": [{"ip": view.pod_ip}]}
     return status
+
+
+def _statuses(view: PodView, containers: Sequence[ContainerView]) -> list[dict[str, Any]]:
+    """If a pod has init containers, a kubelet's reason for "not started yet" is another."""
+    unstarted, initializing = Waiting("ContainerCreating"), Waiting("PodInitializing")
+    return [
+        container_status(
+            dataclasses.replace(one, state=initializing)
+            if view.init_containers and one.state == unstarted
+            else one
+        )
+        for one in containers
+    ]
 
 
 def overwritten(pod: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
@@ -111,13 +129,16 @@ def overwritten(pod: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
 
 def pod_phase(view: PodView, *, restart_policy: str) -> str:
     """Return the phase, by the rules of a kubelet."""
-    init_done = all(_succeeded(one) for one in view.init_containers)
+    init_done = all(_initialized(one) for one in view.init_containers)
     failed_init = any(
-        isinstance(one.state, Terminated) and one.state.exit_code for one in view.init_containers
+        isinstance(one.state, Terminated) and one.state.exit_code
+        for one in view.init_containers
+        if not one.sidecar
     )
     stopped = [one for one in view.containers if _stopped(one)]
     if view.terminating and _all_ended(view):
-        return "Succeeded" if init_done and all(map(_succeeded, view.containers)) else "Failed"
+        ended = [*(one for one in view.init_containers if not one.sidecar), *view.containers]
+        return "Succeeded" if all(map(_succeeded, ended)) else "Failed"
     if failed_init and restart_policy == "Never":
         return "Failed"
     if not init_done:
@@ -171,8 +192,9 @@ def gates(pod: Mapping[str, Any]) -> list[str]:
 
 
 def _conditions(pod: Mapping[str, Any], view: PodView, phase: str) -> list[dict[str, str]]:
-    unready = [one.name for one in view.containers if not one.ready]
-    waiting_init = [one.name for one in view.init_containers if not _succeeded(one)]
+    sidecars = [one for one in view.init_containers if one.sidecar]
+    unready = [one.name for one in (*sidecars, *view.containers) if not one.ready]
+    waiting_init = [one.name for one in view.init_containers if not _initialized(one)]
     problems = gates(pod)
     completed = ("False", "PodCompleted", "") if phase == "Succeeded" else None
     containers = completed or _unless(
@@ -236,6 +258,11 @@ def _state(state: Waiting | Running | Terminated) -> dict[str, Any]:
                 "containerID": state.container_id,
             }
             return {"terminated": {name: value for name, value in ended.items() if value != ""}}
+
+
+def _initialized(view: ContainerView) -> bool:
+    """Whether the next container may start: it has ended well, or as a sidecar it has started."""
+    return view.started or view.num_restarts > 0 if view.sidecar else _succeeded(view)
 
 
 def _succeeded(view: ContainerView) -> bool:

@@ -81,10 +81,10 @@ class Pods:
 
         return await self._until(name, waits, f"wait for {reason}")
 
-    async def until_logged(self, name: str, text: str) -> str:
+    async def until_logged(self, name: str, text: str, **params: str) -> str:
         async def logged() -> str:
             try:
-                log = await self.log(name)
+                log = await self.log(name, **params)
             except ApiError:
                 return ""
             return log if text in log else ""

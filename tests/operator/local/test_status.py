@@ -122,3 +122,37 @@ def test_init_containers_hold_a_pod_pending_and_fail_it():
     assert pod_phase(waiting, restart_policy="Always") == "Pending"
     failed = dataclasses.replace(waiting, init_containers=[dataclasses.replace(init, state=ILL)])
     assert pod_phase(failed, restart_policy="Never") == "Failed"
+
+
+def test_a_container_that_waits_for_init_containers_has_the_kubelets_reason():
+    init = ContainerView("init", "image", state=UP)
+    waiting = dataclasses.replace(view(NEVER_RAN), init_containers=[init])
+    (entry,) = pod_status(pod(), waiting, [], now=0.0)["containerStatuses"]
+    assert entry["state"] == {"waiting": {"reason": "PodInitializing"}}
+    (alone,) = pod_status(pod(), view(NEVER_RAN), [], now=0.0)["containerStatuses"]
+    assert alone["state"] == {"waiting": {"reason": "ContainerCreating"}}
+
+
+def test_a_sidecar_initializes_a_pod_when_it_has_started_and_counts_for_readiness():
+    sidecar = ContainerView("sidecar", "image", state=UP, sidecar=True)
+    both = dataclasses.replace(view(UP), init_containers=[sidecar])
+    assert pod_phase(both, restart_policy="Always") == "Pending"
+    up = dataclasses.replace(sidecar, started=True)
+    started = dataclasses.replace(both, init_containers=[up])
+    assert pod_phase(started, restart_policy="Always") == "Running"
+    verdicts = {one["type"]: one["status"] for one in conditions_of(started)}
+    assert (verdicts["Initialized"], verdicts["ContainersReady"]) == ("True", "False")
+    ready = dataclasses.replace(started, init_containers=[dataclasses.replace(up, ready=True)])
+    verdicts = {one["type"]: one["status"] for one in conditions_of(ready)}
+    assert verdicts["ContainersReady"] == "True"
+
+
+def conditions_of(state: PodView) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pod_status(pod(), state, [], now=0.0)["conditions"]
+    return found
+
+
+def test_a_sidecar_that_fails_is_no_failed_init_container():
+    failed = ContainerView("sidecar", "image", state=ILL, sidecar=True, num_restarts=1)
+    both = dataclasses.replace(view(UP), init_containers=[failed])
+    assert pod_phase(both, restart_policy="Never") == "Running"

@@ -173,6 +173,44 @@ async def test_containers_of_a_pod_share_an_empty_dir(pods: Pods):
 
 
 @pytest.mark.cluster
+async def test_a_sidecar_starts_before_the_container_and_ends_after_it(pods: Pods):
+    """The order in which each one wrote its lines is read in a file that both share."""
+    mounts = [{"name": "out", "mountPath": "/out"}]
+    program = (
+        "import os, signal, sys, time\n"
+        "def note(word): open('/out/log', 'a').write(sys.argv[1] + word + chr(10))\n"
+        "def end(*_): note(' ends'); print(open('/out/log').read(), flush=True); os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "note(' starts')\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    body = pod("p", program, volumeMounts=mounts)
+    main = body["spec"]["containers"][0]
+    body["spec"] |= {
+        "volumes": [{"name": "out", "emptyDir": {}}],
+        "terminationGracePeriodSeconds": 20,
+        "initContainers": [
+            {**main, "name": "side", "args": [*main["args"], "side"], "restartPolicy": "Always"}
+        ],
+    }
+    main["args"] = [*main["args"], "main"]
+    await pods.create(body)
+    await pods.until_condition("p", "Ready", "True")
+    reading = asyncio.create_task(pods.log("p", container="side", follow="true"))
+    await pods.until_logged("p", "up", container="main")
+    await pods.delete("p")
+    lines = (await reading).split("\n")
+    assert [line for line in lines if line and line != "up"] == [
+        "side starts",
+        "main starts",
+        "main ends",
+        "side ends",
+    ]
+    await pods.until_gone("p")
+
+
+@pytest.mark.cluster
 async def test_a_token_for_an_audience_names_the_pod_it_is_bound_to(pods: Pods):
     source = {"serviceAccountToken": {"path": "t", "audience": "vlm", "expirationSeconds": 600}}
     program = (
