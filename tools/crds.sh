@@ -15,5 +15,5 @@ metadata:
     app.kubernetes.io/part-of: triptych
     pod-security.kubernetes.io/enforce: restricted
 YAML
-.venv/bin/python tools/helm.py template triptych helm/triptych --namespace triptych-system >> "$out"
+.venv/bin/python tools/helm.py template triptych helm/triptych --namespace triptych-system --skip-tests >> "$out"
 cat "$out" > install.yaml

@@ -174,6 +174,8 @@ def _options(settings: Settings) -> Options:
         api_server_ports=settings.api_server_ports,
         dns_namespace=settings.dns_namespace,
         dns_ports=settings.dns_ports,
+        model_sources=settings.model_sources,
+        policies=settings.network_policies,
     )
     return Options(
         worker_image=settings.worker_image,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ class Settings:
     dns_namespace: str = "kube-system"
     dns_ports: tuple[int, ...] = (53,)
     monitoring_namespace: str = ""
+    model_sources: tuple[str, ...] = ()
+    network_policies: bool = True
     resync_seconds: float = 60.0
     relist_seconds: float = 1800.0
     watch_seconds: int = 300
@@ -49,7 +52,8 @@ class Settings:
         """Parse a command line; if it is invalid, exit with a message and status 2."""
         environment = os.environ if environ is None else environ  # noqa: TID251
         options = vars(_parser(environment).parse_args(argv))
-        options["namespaces"] = tuple(options["namespaces"])
+        for name in ("namespaces", "model_sources"):
+            options[name] = tuple(options[name])
         for name in ("api_server_ports", "dns_ports"):
             options[name] = tuple(options[name]) or getattr(cls, name)
         return cls(**options)
@@ -94,6 +98,11 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="port of the DNS pods, for NetworkPolicies; repeatable; default: 53")  # fmt: skip
     add("--monitoring-namespace", default=default.monitoring_namespace, metavar="NS",
         help="namespace whose pods NetworkPolicies let read /metrics; default: none")  # fmt: skip
+    add("--model-source", dest="model_sources", action="append", type=_cidr, default=[],
+        metavar="CIDR", help="addresses of a mirror or proxy that NetworkPolicies let pods with an "
+        "hf:// model reach; repeatable; default: none")  # fmt: skip
+    add("--no-network-policies", dest="network_policies", action="store_false",
+        help="create no NetworkPolicies for services; delete existing ones")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
         help="maximum time between full turns of a service, and interval of the lists that "
         "find changes of VLMServices without an event (%(default)s)")  # fmt: skip
@@ -118,6 +127,13 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text} is not a port: give a number from 1 to 65535")
     return int(text)
+
+
+def _cidr(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}: write for example 10.1.2.0/24") from None
 
 
 def _lease_seconds(text: str) -> float:

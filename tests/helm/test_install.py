@@ -128,11 +128,25 @@ def test_two_releases_with_named_namespaces_can_be_installed(
         )  # fmt: skip
 
     def grant(team: str, namespace: str, verb: str) -> subprocess.CompletedProcess[str]:
+        owner = {
+            "kind": "VLMService",
+            "name": "demo",
+            "uid": "5f0b4c2e-0000-4000-8000-000000000000",
+        }
+        role = {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": {
+                "name": f"gateway-of-{team}-{verb}",
+                "namespace": namespace,
+                "ownerReferences": [{**owner, "apiVersion": names.API_VERSION}],
+            },
+            "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": [verb]}],
+        }
         return installed.kubectl(
-            "create", "role", f"gateway-of-{team}-{verb}", f"--namespace={namespace}",
-            f"--verb={verb}", "--resource=pods",
+            "create", "--dry-run=server", "-f", "-",
             f"--as=system:serviceaccount:{team}-system:triptych-operator",
-            check=False,
+            stdin=json.dumps(role), check=False,
         )  # fmt: skip
 
     assert grant("red", "red-apps", "watch").returncode == 0

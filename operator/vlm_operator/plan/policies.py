@@ -18,13 +18,16 @@ from vlm_operator.pods.parts import selector
 Rule = dict[str, Any]
 
 NODE_LOCAL_DNS = "169.254.20.10/32"
-# All IPv4 addresses except private ranges and link-local ones (metadata services of nodes).
-_INTERNET: Rule = {
-    "ipBlock": {
-        "cidr": "0.0.0.0/0",
-        "except": ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"],
-    }
-}
+# All addresses except private ranges and link-local ones (metadata services of nodes).
+_INTERNET: tuple[Rule, ...] = (
+    {
+        "ipBlock": {
+            "cidr": "0.0.0.0/0",
+            "except": ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"],
+        }
+    },
+    {"ipBlock": {"cidr": "::/0", "except": ["fc00::/7", "fe80::/10", "::ffff:0:0/96"]}},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Network:
     Attributes:
         operator_namespace: namespace whose pods may read /stats and /metrics.
         monitoring_namespace: a second such namespace; empty for none.
+        model_sources: CIDRs of mirrors and proxies that pods with an `hf://` model may reach.
+        policies: whether services get NetworkPolicies.
         api_server_ports: ports that gateways may reach at any address. They include the ports of
             the API server's Service and of its endpoints.
     """
@@ -43,9 +48,13 @@ class Network:
     api_server_ports: tuple[int, ...] = (443, 6443)
     dns_namespace: str = "kube-system"
     dns_ports: tuple[int, ...] = (53,)
+    model_sources: tuple[str, ...] = ()
+    policies: bool = True
 
 
 def network_policies(service: VLMService, network: Network) -> dict[Role, Rule]:
+    if not network.policies:
+        return {}
     flows = _flows(service)
     return {
         role: {
@@ -104,7 +113,10 @@ def _egress(
     if role is Role.GATEWAY:
         rules.append({"ports": [_tcp(port) for port in network.api_server_ports]})
     if service.spec.model.uri.startswith("hf://"):
-        rules.append({"to": [_INTERNET], "ports": [_tcp(443)]})
+        rules.append({"to": list(_INTERNET), "ports": [_tcp(443)]})
+        if network.model_sources:
+            blocks = [{"ipBlock": {"cidr": cidr}} for cidr in network.model_sources]
+            rules.append({"to": blocks})
     return rules
 
 

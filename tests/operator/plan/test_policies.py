@@ -160,3 +160,25 @@ def test_ports_and_namespaces_of_another_cluster_replace_the_usual_ones():
         assert allowed(policies, OUTSIDE["operator"], target, 9001)
         assert not allowed(policies, OUTSIDE["stranger"], target, 9001)
     assert not allowed(policies, prometheus, decode, 9000)
+
+
+def test_a_hub_model_may_come_from_the_internet_of_both_families_and_from_named_mirrors():
+    model = {"uri": "hf://org/name", "revision": "abc"}
+    network = Network(OPERATOR, model_sources=("10.9.0.0/16", "fd00:9::/32"))
+    manifest = body({"model": model}, decode=pool())
+    plain = {str(k): v for k, v in network_policies(service(manifest), Network(OPERATOR)).items()}
+    named = {str(k): v for k, v in network_policies(service(manifest), network).items()}
+    decode = pod("decode")
+    for address in ("2606:4700::1", "93.184.216.34"):
+        hub = End("hub", {}, "", address)
+        assert allowed(plain, decode, hub, 443)
+        assert not allowed(plain, decode, hub, 80)
+    for address in ("fd00:9::1", "fe80::1", "::ffff:10.0.0.1", "10.9.0.7", "169.254.169.254"):
+        assert not allowed(plain, decode, End("private", {}, "", address), 443)
+    for address in ("fd00:9::1", "10.9.0.7"):
+        assert allowed(named, decode, End("mirror", {}, "", address), 3128)
+    assert not allowed(named, decode, End("other", {}, "", "10.8.0.7"), 443)
+
+
+def test_a_cluster_may_go_without_policies():
+    assert network_policies(service(body()), Network(OPERATOR, policies=False)) == {}

@@ -1,0 +1,138 @@
+"""The chart's admission policies bound what RBAC cannot, on a real API server."""
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from vlm_local.client import STRATEGIC, ApiError, Client
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
+
+pytestmark = pytest.mark.cluster
+
+SPACE = "bounded"
+OPERATOR = "system:serviceaccount:triptych-system:triptych-operator"
+OWNER = {
+    "apiVersion": "triptych.dev/v1alpha1",
+    "kind": "VLMService",
+    "name": "demo",
+    "uid": "5f0b4c2e-0000-4000-8000-000000000000",
+}
+LABELS = {"triptych.dev/service": "demo"}
+COST = "controller.kubernetes.io/pod-deletion-cost"
+GATE = {"type": "triptych.dev/accepting", "status": "True"}
+
+
+def config_map(name: str, *owners: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": SPACE, "ownerReferences": list(owners)}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+
+
+def pod(name: str, labels: dict[str, str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": SPACE, "labels": labels},
+        "spec": {
+            "containers": [{"name": "c", "image": "x:1"}],
+            "nodeSelector": {"no-node": "has-this"},
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster(installed: ControlPlane) -> ControlPlane:
+    """With two pods and an object of somebody else, and the policies in force."""
+    installed.kubectl("create", "namespace", SPACE)
+    for item in (pod("own", LABELS), pod("theirs", {"app": "x"}), config_map("theirs")):
+        installed.kubectl("create", "-f", "-", stdin=json.dumps(item))
+
+    async def refuses() -> bool:
+        return "that a VLMService owns" in create(installed, config_map("probe")).stderr
+
+    awaited = "the policies to be in force"
+    asyncio.run(until(refuses, seconds=60, awaited=awaited))
+    return installed
+
+
+def create(cluster: ControlPlane, item: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    return cluster.kubectl(
+        "create", "--dry-run=server", "-f", "-", f"--as={OPERATOR}",
+        stdin=json.dumps(item), check=False,
+    )  # fmt: skip
+
+
+def patch(cluster: ControlPlane, name: str, change: dict[str, Any], *, status: bool = False) -> str:
+    """Patch as the operator, by a dry run; returns the error, "" if it is accepted."""
+    token = cluster.kubectl("-n", "triptych-system", "create", "token", "triptych-operator").stdout
+    access = dataclasses.replace(cluster.access, token=token.strip(), certificate=None, key=None)
+    path = f"/api/v1/namespaces/{SPACE}/pods/{name}" + ("/status" if status else "")
+
+    async def ask() -> str:
+        async with Client(access) as api:
+            try:
+                await api.patch(path, change, kind=STRATEGIC, dryRun="All")
+            except ApiError as error:
+                return str(error)
+        return ""
+
+    return asyncio.run(ask())
+
+
+def test_only_children_of_services_are_created_changed_and_deleted(cluster: ControlPlane):
+    assert create(cluster, config_map("child", OWNER)).returncode == 0
+    stranger = {**OWNER, "kind": "Other"}
+    for owners in ((), (stranger,)):
+        assert "that a VLMService owns" in create(cluster, config_map("x", *owners)).stderr
+    deleted = cluster.kubectl(
+        "-n", SPACE, "delete", "configmap", "theirs", "--dry-run=server", f"--as={OPERATOR}",
+        check=False,
+    )  # fmt: skip
+    assert "that a VLMService owns" in deleted.stderr
+
+
+def test_the_deletion_cost_and_the_gate_of_its_pods_are_written(cluster: ControlPlane):
+    for change in ({"metadata": {"annotations": {COST: "-1"}}}, {"metadata": {"annotations": {}}}):
+        assert patch(cluster, "own", change) == ""
+    assert patch(cluster, "own", {"status": {"conditions": [GATE]}}, status=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "status", "says"),
+    [
+        ("theirs", {"metadata": {"annotations": {COST: "-1"}}}, False, "only pods of a VLMService"),
+        ("own", {"metadata": {"annotations": {"a": "b"}}}, False, "only the deletion cost"),
+        ("own", {"metadata": {"labels": {"a": "b"}}}, False, "only the deletion cost"),
+        (
+            "own",
+            {"spec": {"containers": [{"name": "c", "image": "evil:1"}]}},
+            False,
+            "only the deletion cost",
+        ),
+        (
+            "own",
+            {"status": {"conditions": [{"type": "Ready", "status": "True"}]}},
+            True,
+            "only its own condition",
+        ),
+        ("own", {"status": {"podIP": "10.0.0.9"}}, True, "its own condition"),
+        (
+            "theirs",
+            {"status": {"conditions": [GATE]}},
+            True,
+            "only pods of a VLMService",
+        ),
+    ],
+)
+def test_every_other_change_of_a_pod_is_refused(
+    cluster: ControlPlane, name: str, change: dict[str, Any], status: bool, says: str
+):
+    assert says in patch(cluster, name, change, status=status)
+
+
+def test_others_are_not_bounded(cluster: ControlPlane):
+    cluster.kubectl("-n", SPACE, "label", "pod", "own", "x=y", "--dry-run=server")
