@@ -145,7 +145,11 @@ def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) ->
         state = entry.get("state", {})
         waiting, ended = state.get("waiting"), state.get("terminated")
         last = entry.get("lastState", {}).get("terminated") or ended
-        if waiting is not None and waiting.get("reason") not in ("ContainerCreating", None):
+        if waiting is not None and waiting.get("reason") not in (
+            "ContainerCreating",
+            "PodInitializing",
+            None,
+        ):
             return one_line(
                 f"{waiting['reason']}: {_termination(last) or waiting.get('message', '')}"
             )

@@ -1,6 +1,7 @@
 """The Kubernetes API as Python types. crds/ and docs/api.md are generated from them.
 
-service  VLMServiceSpec ── model  pool (placement scaling pod; topology)  gateway  policy
+service  VLMServiceSpec ── model  pool (placement scaling engine; topology)  gateway  policy
+         pod_template
 kinds    VLMPool, VLMNodeClass               status    fields that the operator writes
 parse    body -> VLMService -> resolved
 """

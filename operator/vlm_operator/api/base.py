@@ -241,14 +241,12 @@ EXTENDED_RESOURCE = f"^{DNS_SUBDOMAIN}/{_QUALIFIED}$"
 LABEL_KEY = f"^({DNS_SUBDOMAIN}/)?{_QUALIFIED}$"
 # The API server converts an annotation's key to lower case before it validates it.
 ANNOTATION_KEY = f"^([A-Za-z0-9]+((-+|[.])[A-Za-z0-9]+)*/)?{_QUALIFIED}$"
-_KEY_MESSAGE = "is no key: write [DOMAIN/]NAME, with a letter or digit at both ends of NAME"
 LABEL_VALUE = f"^({_QUALIFIED})?$"
 _IMAGE = (
     r"^(([-A-Za-z0-9.]+|\[[0-9a-f:]+\])(:[0-9]+)?/)?[a-z0-9]+(([.]|_{1,2}|-+|/)[a-z0-9]+)*"
     "(:[A-Za-z0-9_][-A-Za-z0-9_.]{0,127})?"
     "(@(sha256:[0-9a-f]{64}|sha384:[0-9a-f]{96}|sha512:[0-9a-f]{128}))?$"
 )
-DnsLabel = Annotated[str, Field(max_length=63, pattern=_DNS_LABEL)]
 VariantName = Annotated[str, Field(max_length=names.MAX_VARIANT_NAME, pattern=_DNS_LABEL)]
 ObjectName = Annotated[str, Field(max_length=253, pattern=f"^{DNS_SUBDOMAIN}$")]
 ImageName = Annotated[
@@ -262,9 +260,6 @@ ImageName = Annotated[
     ),
 ]
 LabelKey = Annotated[str, Field(max_length=317)]
-TopologyKey = Annotated[
-    str, Field(max_length=317, pattern=LABEL_KEY), shaped("label-key", LABEL_KEY, _KEY_MESSAGE)
-]
 LabelValue = Annotated[
     str,
     Field(max_length=63, pattern=LABEL_VALUE),

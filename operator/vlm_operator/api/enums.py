@@ -69,6 +69,13 @@ class ServiceType(enum.StrEnum):
     LOAD_BALANCER = "LoadBalancer"
 
 
+class ClientPriority(enum.StrEnum):
+    """The effect of the field `priority` of a request."""
+
+    LATER = "Later"
+    ANY = "Any"
+
+
 class Modality(enum.StrEnum):
     """The kind of input that a request has beside text; TEXT for none."""
 

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from vlm_operator.api.base import ImageName, Model, NameRef, Restarts, Rule, field, not_built
-from vlm_operator.api.enums import ServiceType
+from vlm_operator.api.base import Bytes, ImageName, Model, NameRef, Restarts, Rule, field, not_built
+from vlm_operator.api.enums import ClientPriority, ServiceType
 from vlm_operator.api.placement import Placement, ResourceRequirements
-from vlm_operator.api.pod import Annotations
+from vlm_operator.api.pod_template import Annotations, PodTemplate
 
 Domain = Annotated[str, Field(min_length=1, max_length=253)]
 
@@ -72,6 +72,33 @@ class Media(Model):
     )
 
 
+class GatewayLimits(Model):
+    """The limits of one gateway pod. Beyond them, clients get 429 or 503 with Retry-After."""
+
+    waiting_requests: int | None = field(
+        None,
+        "Maximum number of requests that wait for a worker.",
+        example=1024,
+        unset="512",
+        ge=0,
+        le=1_000_000,
+    )
+    connections: int | None = field(
+        None,
+        "Maximum number of client connections.",
+        example=4096,
+        unset="1024",
+        ge=1,
+        le=1_000_000,
+    )
+    request_memory: Bytes | None = field(
+        None,
+        "Memory that requests hold in the gateway, at least 128Mi.",
+        example="1Gi",
+        unset="512Mi, at most what the memory limit leaves",
+    )
+
+
 class Gateway(Model):
     """The OpenAI-compatible gateway of the service."""
 
@@ -102,6 +129,28 @@ class Gateway(Model):
     service: GatewayService = field(
         GatewayService(), "The Kubernetes Service of the gateway.", restarts=Restarts.NONE
     )
+    limits: GatewayLimits = field(
+        GatewayLimits(), "Limits of one gateway pod.", restarts=Restarts.GATEWAY
+    )
+    patience_seconds: int | None = field(
+        None,
+        "Time that requests wait for a pod after their pool lost the last one, in seconds.",
+        example=60,
+        unset="20",
+        restarts=Restarts.GATEWAY,
+        ge=0,
+        le=3600,
+    )
+    client_priority: ClientPriority | None = field(
+        None,
+        "Whether clients may put a request before others (Any) or only behind them (Later).",
+        example="Any",
+        unset="Later",
+        restarts=Restarts.GATEWAY,
+    )
     drain: GatewayDrain = field(GatewayDrain(), "How gateway pods end.", restarts=Restarts.NONE)
     auth: Auth = field(Auth(), "Authentication of clients.", restarts=Restarts.GATEWAY)
     media: Media = field(Media(), "Allowed sources of images.", restarts=Restarts.NONE)
+    pod_template: PodTemplate = field(
+        PodTemplate(), "Changes to the pod template.", restarts=Restarts.GATEWAY
+    )

@@ -15,10 +15,12 @@ from vlm_operator import names
 from vlm_operator.api.base import Model
 from vlm_operator.api.enums import ScalingMode
 from vlm_operator.api.placement import Placement, Variant
+from vlm_operator.api.pod_template import check_pod_template
 from vlm_operator.api.pool import Pool
 from vlm_operator.api.scaling import Scaling
 from vlm_operator.api.service import VLMServiceSpec
 from vlm_operator.errors import SpecError
+from vlm_operator.names import Role
 
 DEFAULT_VARIANT = Variant(name="default", placement=Placement())
 _BLOCK_SIZE_CPU = 64
@@ -54,6 +56,9 @@ def parse(body: Mapping[str, Any]) -> VLMService:
         raise SpecError(_path(first["loc"]), first["msg"]) from None
     for role, pool in spec.pools.present.items():
         _check_scaling(pool.scaling, path=f"spec.pools.{role}.scaling")
+        check_pod_template(pool.pod_template, role, path=f"spec.pools.{role}.podTemplate")
+    gateway = spec.gateway.pod_template
+    check_pod_template(gateway, Role.GATEWAY, path="spec.gateway.podTemplate")
     return VLMService(
         name=meta["name"],
         namespace=meta["namespace"],

@@ -14,9 +14,10 @@ from vlm_operator.api.base import (
     field,
     not_built,
 )
+from vlm_operator.api.engine import Engine
 from vlm_operator.api.enums import DisruptionPolicy, Topology
 from vlm_operator.api.placement import Variant
-from vlm_operator.api.pod import Engine, PodOverlay
+from vlm_operator.api.pod_template import PodTemplate
 from vlm_operator.api.scaling import Scaling
 from vlm_operator.names import POOL_ROLES, Role
 
@@ -176,7 +177,9 @@ class Pool(Model):
         "Additions to the command line and environment of the workers.",
         restarts=Restarts.PODS,
     )
-    pod: PodOverlay = field(PodOverlay(), "Additions to the pod template.", restarts=Restarts.PODS)
+    pod_template: PodTemplate = field(
+        PodTemplate(), "Changes to the pod template.", restarts=Restarts.PODS
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -18,6 +18,7 @@ from vlm_operator.api.enums import DisruptionPolicy, ScalingMode
 from vlm_operator.api.pool import Disruption
 from vlm_operator.cluster import (
     CONFIG_MAP,
+    DEPLOYMENT,
     NETWORK_POLICY,
     PDB,
     ROLE,
@@ -76,7 +77,7 @@ def plan(
                 for role in (*roles, Role.GATEWAY)
             ),
             _object(service, ROLE, Role.GATEWAY, rules=[dict(GATEWAY_RULE)]),
-            _role_binding(service),
+            _role_binding(service, observed),
             _gateway_config(service),
             *(_object(service, NETWORK_POLICY, role, spec=spec) for role, spec in policies.items()),
             *_services(service),
@@ -112,22 +113,28 @@ def _object(service: VLMService, kind: Kind, role: Role, **fields: object) -> Ma
     }
 
 
-def _role_binding(service: VLMService) -> Manifest:
-    """Bind the gateway's account to the Role that lets it watch pods.
+def _role_binding(service: VLMService, observed: Observed) -> Manifest:
+    """Bind the gateway's accounts to the Role that lets it watch pods.
 
-    The service owns both, so that garbage collection deletes them with it.
+    They are the operator's, that of the podTemplate, and those of live Deployments: old gateways
+    watch pods until they have drained.
     """
-    account = {
-        "kind": "ServiceAccount",
-        "name": names.child(service.name, Role.GATEWAY),
-        "namespace": service.namespace,
-    }
+    wanted = service.spec.gateway.pod_template.spec.get("serviceAccountName")
+    accounts = {names.child(service.name, Role.GATEWAY), *([wanted] if wanted else [])}
+    for deployment in observed.deployments():
+        live = observed.child(DEPLOYMENT.kind, deployment.name)
+        if deployment.role is Role.GATEWAY and live is not None:
+            accounts.add(live["spec"]["template"]["spec"].get("serviceAccountName", "default"))
+    subjects = [
+        {"kind": SERVICE_ACCOUNT.kind, "name": name, "namespace": service.namespace}
+        for name in sorted(accounts)
+    ]
     role = {
         "apiGroup": "rbac.authorization.k8s.io",
         "kind": ROLE.kind,
         "name": names.child(service.name, Role.GATEWAY),
     }
-    return _object(service, ROLE_BINDING, Role.GATEWAY, subjects=[account], roleRef=role)
+    return _object(service, ROLE_BINDING, Role.GATEWAY, subjects=subjects, roleRef=role)
 
 
 def _gateway_config(service: VLMService) -> Manifest:

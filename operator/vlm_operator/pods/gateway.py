@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.api import VLMService
+from vlm_operator.api import VLMService, quantity
+from vlm_operator.api.gateway import Gateway
 from vlm_operator.names import Role
+from vlm_operator.pods.overlay import with_overlay
 from vlm_operator.pods.parts import (
     Part,
     container_security,
@@ -15,6 +17,7 @@ from vlm_operator.pods.parts import (
     model_mount,
     pod_spec,
     probes,
+    selector,
     with_pull_policy,
 )
 from vlm_operator.state import Revision
@@ -68,7 +71,9 @@ def gateway_template(service: VLMService, revision: Revision) -> Part:
     spec = pod_spec(service, revision, account=name, token=True, placement=gateway.placement)
     spec.setdefault("affinity", _prefers_nodes_without_gpus())
     spec |= {"containers": [with_pull_policy(container, revision)], "volumes": volumes}
-    return {"metadata": {"labels": labels(service, revision)}, "spec": spec}
+    template = {"metadata": {"labels": labels(service, revision)}, "spec": spec}
+    spread = selector(service.name, Role.GATEWAY)
+    return with_overlay(template, gateway.pod_template, spread=spread)
 
 
 def _prefers_nodes_without_gpus() -> Part:
@@ -99,7 +104,20 @@ def arguments(service: VLMService, revision: Revision) -> list[str]:
         found.append(f"--api-keys-dir={KEYS_PATH}")
     if model.max_model_len is not None:
         found.append(f"--max-model-len={model.max_model_len}")
-    return found
+    return [*found, *_limit_arguments(service.spec.gateway)]
+
+
+def _limit_arguments(gateway: Gateway) -> list[str]:
+    limits, priority = gateway.limits, gateway.client_priority
+    memory = limits.request_memory
+    flags = {
+        "--max-waiting": limits.waiting_requests,
+        "--max-connections": limits.connections,
+        "--gateway-memory-bytes": None if memory is None else int(quantity.parse(memory)),
+        "--patience-seconds": gateway.patience_seconds,
+        "--client-priority": None if priority is None else priority.value.lower(),
+    }
+    return [f"{flag}={value}" for flag, value in flags.items() if value is not None]
 
 
 def gateway_config(service: VLMService) -> dict[str, Any]:

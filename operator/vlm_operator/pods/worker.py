@@ -17,6 +17,7 @@ from vlm_operator.api.placement import Placement, ResourceRequirements, Tolerati
 from vlm_operator.api.pool import KvCache
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
+from vlm_operator.pods.overlay import with_overlay
 from vlm_operator.pods.parts import (
     Part,
     container_security,
@@ -33,7 +34,6 @@ from vlm_operator.state import NodeClassState, Revision
 
 def worker_template(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> Part:
     role = revision.role
-    overlay = pool.pod
     model = model_mount(service)
     container = {
         "name": "worker",
@@ -55,7 +55,6 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
         "volumeMounts": [
             {"name": "triptych-tmp", "mountPath": "/tmp"},  # noqa: S108
             model.mount,
-            *(item.to_dict() for item in overlay.volume_mounts),
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -69,23 +68,10 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
     spec |= {
         "readinessGates": [{"conditionType": names.GATE_ACCEPTING}],
         "containers": [with_pull_policy(container, revision)],
-        "volumes": [
-            {"name": "triptych-tmp", "emptyDir": {}},
-            model.volume,
-            *(item.to_dict() for item in overlay.volumes),
-        ],
+        "volumes": [{"name": "triptych-tmp", "emptyDir": {}}, model.volume],
     }
-    if overlay.priority_class_name:
-        spec["priorityClassName"] = overlay.priority_class_name
-    if overlay.topology_spread_constraints:
-        match = {"labelSelector": {"matchLabels": selector(service.name, role)}}
-        spec["topologySpreadConstraints"] = [
-            {**item.to_dict(), **match} for item in overlay.topology_spread_constraints
-        ]
-    meta: Part = {"labels": {**overlay.labels, **labels(service, revision)}}
-    if overlay.annotations:
-        meta["annotations"] = dict(overlay.annotations)
-    return {"metadata": meta, "spec": spec}
+    template = {"metadata": {"labels": labels(service, revision)}, "spec": spec}
+    return with_overlay(template, pool.pod_template, spread=selector(service.name, role))
 
 
 def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> list[str]:

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vlm_operator.api import Pool, Variant, VLMService, resolve, stages
+from vlm_operator.api.gateway import Gateway
+from vlm_operator.api.pod_template import PodTemplate
 from vlm_operator.api.pool import Drain
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Resolved, Revision
@@ -29,6 +31,14 @@ _STORED_NAMES = {
     "extraArgs": "args",
 }
 """Renamed fields, with the names from which the digests of live Deployments were computed."""
+_EMPTY_OVERLAY: dict[str, Any] = {
+    "labels": {},
+    "annotations": {},
+    "topologySpreadConstraints": [],
+    "volumes": [],
+    "volumeMounts": [],
+}
+"""The field `pod` of earlier versions without a value: part of the digests of live Deployments."""
 
 
 def keep_defaults(
@@ -85,6 +95,8 @@ def current_revisions(
             "resources": gateway.resources.to_dict(),
             "placement": gateway.placement.to_dict(),
             "auth": gateway.auth.to_dict(),
+            **_pod_template(gateway.pod_template),
+            **_gateway_flags(gateway),
             **_restart(service),
         },
     )
@@ -161,7 +173,8 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
         "parallelism": pool.parallelism.to_dict(),
         "kv": None if pool.kv is None else _as_stored(pool.kv.to_dict()),
         "engine": _as_stored(pool.engine.to_dict()),
-        "pod": pool.pod.to_dict(),
+        "pod": _EMPTY_OVERLAY,
+        **_pod_template(pool.pod_template),
         "placement": placement,
         "nodeClass": variant.node_class_ref and variant.node_class_ref.name,
         "resources": variant.resources.to_dict(),
@@ -172,6 +185,18 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
 def _as_stored(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Rename fields to their names in version 0.1, so that a renamed field changes no digest."""
     return {_STORED_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+def _pod_template(template: PodTemplate) -> dict[str, Any]:
+    """Return {} for an empty template, so that older digests, which lack the key, stay equal."""
+    return {} if template.is_empty else {"podTemplate": template.to_dict()}
+
+
+def _gateway_flags(gateway: Gateway) -> dict[str, Any]:
+    """Return the set flags only, so that older digests, which lack the keys, stay equal."""
+    fields = gateway.to_dict()
+    names = ("limits", "patienceSeconds", "clientPriority")
+    return {name: fields[name] for name in names if fields.get(name)}
 
 
 def _restart(service: VLMService) -> dict[str, str]:

@@ -212,7 +212,7 @@ def _unmounted(facts: Facts) -> tuple[str, str] | None:
     fix lists the objects that the pod refers to.
     """
     pod, role = facts.pod, facts.pod.role
-    creating = [item.waiting == "ContainerCreating" for item in pod.containers]
+    creating = [item.waiting in ("ContainerCreating", "PodInitializing") for item in pod.containers]
     if not pod.scheduled or pod.ip or not creating or not all(creating):
         return None
     own = ("model.", "gateway." if role is Role.GATEWAY else f"pools.{role}.")
@@ -243,7 +243,7 @@ def _image(facts: Facts) -> tuple[str, str] | None:
 
 
 def _container_refused(facts: Facts) -> tuple[str, str] | None:
-    return _waits(facts.pod, _REFUSED, "correct the pool's pod or engine fields")
+    return _waits(facts.pod, _REFUSED, "correct podTemplate or engine of the pool")
 
 
 def _waits(pod: PodState, reasons: tuple[str, ...], fix: str) -> tuple[str, str] | None:
@@ -349,8 +349,10 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, str, str]]:
         for key, value in node.items():
             here = f"{path}.{key}" if path else str(key)
             kind, name = _NAMING.get(key, ("", ""))
-            if kind and isinstance(value, Mapping) and value.get(name):
-                yield kind, str(value[name]), here
+            if kind and isinstance(value, Mapping):
+                named = value.get(name) or value.get("name")  # the latter in projected volumes
+                if named:
+                    yield kind, str(named), here
             yield from _walk(value, here)
     elif isinstance(node, list):
         for number, value in enumerate(node):

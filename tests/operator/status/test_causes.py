@@ -27,7 +27,9 @@ FIELDS = references(
         "pools": {
             "decode": {
                 "engine": {"env": [{"name": "T", "valueFrom": {"secretKeyRef": {"name": "tok"}}}]},
-                "pod": {"volumes": [{"name": "v", "configMap": {"name": "conf"}}]},
+                "podTemplate": {
+                    "spec": {"volumes": [{"name": "v", "configMap": {"name": "conf"}}]}
+                },
             }
         },
     }
@@ -47,7 +49,7 @@ def test_a_manifest_knows_which_field_names_what():
         ("PersistentVolumeClaim", "shapes"): "model.uri",
         ("Secret", "keys"): "gateway.auth.secretRef",
         ("Secret", "tok"): "pools.decode.engine.env[T].valueFrom.secretKeyRef",
-        ("ConfigMap", "conf"): "pools.decode.pod.volumes[v].configMap",
+        ("ConfigMap", "conf"): "pools.decode.podTemplate.spec.volumes[v].configMap",
     }
 
 
@@ -72,7 +74,7 @@ def test_a_manifest_knows_which_field_names_what():
         ),
         (
             seen(ContainerState(waiting="ContainerCreating"), ip=None), "VolumesNotMounted",
-            "not mounted", 'ConfigMap "conf" (pools.decode.pod.volumes[v].configMap)',
+            "not mounted", 'ConfigMap "conf" (pools.decode.podTemplate.spec.volumes[v].configMap)',
         ),
         (
             seen(

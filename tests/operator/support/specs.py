@@ -158,17 +158,6 @@ def _source(spec: Spec) -> Spec:
     return _one_of(spec, *spec) if spec else {"secretKeyRef": key}
 
 
-def _volume(spec: Spec) -> Spec:
-    kinds = [key for key in spec if key != "name"]
-    return _one_of(spec, *kinds) if kinds else {**spec, "emptyDir": {}}
-
-
-def _overlay(spec: Spec) -> Spec:
-    there = [item["name"] for item in spec.get("volumes", [])]
-    mounts = [item for item in spec.get("volumeMounts", []) if item["name"] in there]
-    return {**spec, "volumeMounts": mounts}
-
-
 def _resources(spec: Spec) -> Spec:
     """Devices are whole and stand under limits, memory is whole bytes; what is asked for twice is
     asked for alike.
@@ -238,7 +227,6 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Media": _without("allowedDomains"),
     "ModelSource": _model,
     "Parallelism": _without("tensor"),
-    "PodOverlay": _overlay,
     "PoolRollout": lambda spec: {**spec, "maxSurge": 1},
     "Pools": _pools,
     "ResourceRequirements": _resources,
@@ -248,7 +236,6 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Transfer": lambda spec: {},
     "VLMServiceSpec": _service,
     "Variant": _variant,
-    "Volume": _volume,
 }
 
 

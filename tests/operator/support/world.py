@@ -216,12 +216,25 @@ def specs(draw: st.DrawFn) -> Manifest:
         if draw(st.booleans()):
             found["drain"] = {"timeoutSeconds": draw(st.integers(1, 900))}
         if draw(st.booleans()):
-            found["pod"] = {
-                "labels": {"team": "vision"},
-                "priorityClassName": "inference",
-                "volumes": [{"name": "scratch", "emptyDir": {}}],
-                "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
-                "topologySpreadConstraints": [{"topologyKey": "zone"}],
+            found["podTemplate"] = {
+                "metadata": {"labels": {"team": "vision"}},
+                "spec": {
+                    "priorityClassName": "inference",
+                    "volumes": [{"name": "scratch", "emptyDir": {}}],
+                    "containers": [
+                        {
+                            "name": "worker",
+                            "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+                        }
+                    ],
+                    "topologySpreadConstraints": [
+                        {
+                            "topologyKey": "zone",
+                            "maxSkew": 1,
+                            "whenUnsatisfiable": "ScheduleAnyway",
+                        }
+                    ],
+                },
             }
         return found
 
