@@ -25,6 +25,7 @@ _COMMANDS = tuple(
         ("why", "why:why"),
         ("rollout-plan", "rollout_plan:rollout_plan"),
         ("render", "offline:render"),
+        ("plan", "plan.command:plan"),
         ("doctor", "doctor.command:doctor"),
         ("release-finalizers", "release:release"),
     )

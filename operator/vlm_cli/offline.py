@@ -87,13 +87,22 @@ def read_documents(path: Path, *, namespace: str | None = None) -> Documents:
     """
     services: list[VLMService] = []
     classes: dict[str, NodeClassState] = {}
-    for item in (item for text in _texts(path) for item in _parsed(text, path)):
-        name = _name(item, path)
+    for item in read_objects(path):
+        name = object_name(item, path)
         if item.get("kind") == names.KIND_NODE_CLASS:
             classes[name] = node_class(item)
         if item.get("kind") == names.KIND_SERVICE:
-            services.append(_service(item, path, namespace))
+            services.append(parse_service(item, path, namespace))
     return Documents(path, tuple(services), classes)
+
+
+def read_objects(path: Path) -> list[Manifest]:
+    """Return all objects of a file, of a folder of YAML files, or of standard input (`-`).
+
+    Raises:
+        CliError: the file cannot be read, or is not YAML.
+    """
+    return [item for text in _texts(path) for item in _parsed(text, path)]
 
 
 def _texts(path: Path) -> list[str]:
@@ -114,14 +123,16 @@ def _parsed(text: str, path: Path) -> list[Manifest]:
         raise CliError(f"{path} is not YAML: {error}") from error
 
 
-def _name(item: Manifest, path: Path) -> str:
+def object_name(item: Manifest, path: Path) -> str:
+    """Return metadata.name; raises CliError if there is none."""
     meta = item.get("metadata")
     if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
         raise CliError(f"{path}: an object has no metadata.name", "give it one")
     return str(meta["name"])
 
 
-def _service(item: Manifest, path: Path, namespace: str | None) -> VLMService:
+def parse_service(item: Manifest, path: Path, namespace: str | None) -> VLMService:
+    """Convert a VLMService that has no cluster; raises CliError if it is invalid."""
     meta = {"namespace": namespace or "default", **item["metadata"], "uid": _UID, "generation": 1}
     if namespace is not None:
         meta["namespace"] = namespace

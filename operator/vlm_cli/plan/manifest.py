@@ -1,0 +1,163 @@
+"""Writes the VLMService of a plan, and reads a plan's input from one. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vlm_cli.plan.fields import Fields
+from vlm_cli.plan.load import Load
+from vlm_cli.plan.pool import Numbers
+from vlm_cli.plan.topology import Candidate
+from vlm_operator import names
+from vlm_operator.api.model import Limits
+from vlm_operator.cluster import Manifest
+from vlm_operator.names import Role
+
+ANNOTATION_LOAD: Final = f"{names.GROUP}/planned-load"
+"""The load that a VLMService was planned for, as JSON. Only `vlm plan` reads it."""
+
+_WEIGHTS_ARG: Final = "--weights="
+_KV_FIELD: Final = {
+    "auto": None,
+    "bfloat16": "BFloat16",
+    "float32": "Float32",
+    "int8": "Int8",
+}
+_DTYPE_FIELD: Final = {
+    None: None,
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
+    "float32": "Float32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """The identity of the planned service.
+
+    Attributes:
+        dtype: replaces that of the checkpoint; None keeps it.
+        kv_dtype: of the KV cache: `auto` is that of the activations.
+        weights: `auto`, `int8` or `int4`.
+    """
+
+    name: str
+    uri: str
+    revision: str | None = None
+    dtype: str | None = None
+    kv_dtype: str = "auto"
+    weights: str = "auto"
+
+    def numbers(self, dtype: str) -> Numbers:
+        """Return the number types, with `dtype` of the activations for an automatic KV dtype."""
+        return Numbers(dtype if self.kv_dtype == "auto" else self.kv_dtype, self.weights)
+
+
+def build(service: Service, load: Load, candidate: Candidate) -> Manifest:
+    """Return the VLMService with the pools of `candidate`; sizes are in mode Manual."""
+    model = {
+        "uri": service.uri,
+        "revision": service.revision,
+        "dtype": _DTYPE_FIELD[service.dtype],
+        "kvCacheDtype": _KV_FIELD[service.kv_dtype],
+        "limits": _limits(load),
+    }
+    slo = {"ttftP95Milliseconds": load.ttft_ms, "itlP95Milliseconds": load.itl_ms}
+    spec: dict[str, Any] = {
+        "model": _present(model),
+        "pools": {role.value: _pool(role, candidate, service.weights) for role in candidate.pools},
+        "slo": _present(slo),
+    }
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND_SERVICE,
+        "metadata": {
+            "name": service.name,
+            "annotations": {ANNOTATION_LOAD: json.dumps(load.to_dict())},
+        },
+        "spec": _present(spec),
+    }
+
+
+def read_input(where: str, manifest: Mapping[str, Any]) -> tuple[Service, Load]:
+    """Return service and load of a manifest that `build` returned.
+
+    Raises:
+        PlanError: it has no annotation with a load, or a field has another type.
+    """
+    metadata = Fields(f"{where}: metadata", manifest.get("metadata") or {})
+    annotations = metadata.child("annotations")
+    if ANNOTATION_LOAD not in annotations:
+        raise metadata.error(
+            "annotations", f"has no {ANNOTATION_LOAD}: no plan wrote this manifest"
+        )
+    try:
+        load = json.loads(annotations.text(ANNOTATION_LOAD))
+    except ValueError:
+        load = None
+    if not isinstance(load, dict):
+        raise annotations.error(ANNOTATION_LOAD, "is no JSON object")
+    spec = Fields(f"{where}: spec", manifest.get("spec") or {})
+    model, pools = spec.child("model"), spec.child("pools")
+    service = Service(
+        name=metadata.text("name"),
+        uri=model.text("uri"),
+        revision=model.text("revision") if "revision" in model else None,
+        dtype=_chosen(_DTYPE_FIELD, model, "dtype"),
+        kv_dtype=_chosen(_KV_FIELD, model, "kvCacheDtype") or "auto",
+        weights=_weights(pools),
+    )
+    return service, Load.from_dict(f"{where}: {ANNOTATION_LOAD}", load)
+
+
+def _limits(load: Load) -> dict[str, int]:
+    """Return the limits that the defaults do not allow."""
+    limits, default = {}, Limits()
+    if len(load.images) > default.images_per_request:
+        limits["imagesPerRequest"] = len(load.images)
+    pixels = max((width * height for width, height in load.images), default=0)
+    if pixels > default.pixels_per_image:
+        limits["pixelsPerImage"] = pixels
+    return limits
+
+
+def _pool(role: Role, candidate: Candidate, weights: str) -> dict[str, Any]:
+    plan, state = candidate.pools[role]
+    pool: dict[str, Any] = {
+        "scaling": {"mode": "Manual", "replicas": state.replicas},
+        "variants": [{"name": plan.node.name, "nodeClassRef": {"name": plan.node.name}}],
+    }
+    if plan.kv_bytes:
+        pool["kv"] = {"memory": f"{plan.kv_bytes >> 20}Mi"}
+    if weights != "auto":
+        pool["engine"] = {"extraArgs": [f"{_WEIGHTS_ARG}{weights}"]}
+    return pool
+
+
+def _weights(pools: Fields) -> str:
+    for role in Role:
+        for argument in pools.child(role.value).child("engine").items("extraArgs"):
+            if str(argument).startswith(_WEIGHTS_ARG):
+                return str(argument).removeprefix(_WEIGHTS_ARG)
+    return "auto"
+
+
+def _chosen(choices: Mapping[Any, str | None], fields: Fields, name: str) -> Any:
+    """Return the key of a field's value; None if it is absent."""
+    if name not in fields:
+        return None
+    value = fields.text(name)
+    for key, written in choices.items():
+        if written == value:
+            return key
+    if value == "Auto":
+        return None
+    raise fields.error(name, f"is {value!r}; planned are {', '.join(map(str, choices))}")
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are neither None nor empty."""
+    return {name: value for name, value in values.items() if value not in (None, {})}

@@ -1,0 +1,192 @@
+"""`vlm plan` computes what the worker does: visual tokens, parameters, KV, memory of a step.
+
+The planner shares no Python with the worker, so it has the formulas a second time.
+"""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from worker.checkpoints import make_processor
+
+from vlm_cli.plan import capacity
+from vlm_cli.plan.facts import ModelFacts
+from vlm_cli.plan.fields import PlanError
+from vlm_cli.plan.images import LARGE_SIDE
+from vlm_cli.plan.model import families, read_model
+from vlm_cli.plan.topology import STAGES
+from vlm_kernels.quantised_linear import GROUPS, quantise_weights
+from vlm_operator.api import topology
+from vlm_operator.api.pool import Pools, stages
+from vlm_operator.names import Role
+from vlm_worker.core.families import FAMILIES, Family, load_family
+from vlm_worker.core.families.family import LOW_DETAIL_PIXELS
+from vlm_worker.engine.settings import MAX_ENCODE_TOKENS
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.model.memory import DEFAULT_PERCENT, encode_bytes, make_kv_layout, step_bytes
+from vlm_worker.settings import WorkerSettings
+from vlm_worker.settings.values import EncoderCacheSettings
+from vlm_worker.types import EmbedLayout
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "examples" / "plan" / "qwen2.5-vl-7b"
+SIDES = st.integers(1, 20_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Both:
+    """One model as the worker and as the planner see it; `module` has no data."""
+
+    family: Family
+    facts: ModelFacts
+    module: Any
+
+
+_CACHE: dict[str, Both] = {}
+
+
+def of(model_type: str, directory: Path) -> Both:
+    if model_type not in _CACHE:
+        path = directory / model_type
+        make_processor(path, model_type)
+        _CACHE[model_type] = read(path)
+    return _CACHE[model_type]
+
+
+def read(path: Path) -> Both:
+    family = load_family(path)
+    model_class = getattr(importlib.import_module(family.spec.module), family.spec.model_class)
+    config = model_class.config_class.from_dict(json.loads((path / "config.json").read_text()))
+    with torch.device("meta"):
+        module = model_class(config)
+    return Both(family, read_model(path, dtype="bfloat16"), module)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return of(request.param, tmp_path_factory.mktemp("models"))
+
+
+def test_both_have_the_same_families():
+    assert list(families()) == sorted(FAMILIES)
+
+
+@given(width=SIDES, height=SIDES, low=st.booleans())
+def test_an_image_has_the_visual_tokens_that_the_gateway_counts(both, width, height, low):
+    cap = both.family.max_pixels_of("low" if low else "auto")
+    try:
+        real = both.family.geometry(height, width, max_pixels=cap)
+    except InvalidRequestError:
+        with pytest.raises(PlanError):
+            both.facts.sizing.count(width, height, low_detail=low)
+        return
+    planned = both.facts.sizing.count(width, height, low_detail=low)
+    assert (planned.height, planned.width) == (real.height, real.width)
+    assert planned.num_tokens == real.num_tokens
+    assert planned.num_patches == real.grid_thw[1] * real.grid_thw[2]
+
+
+@given(width=st.integers(28, 9000), height=st.integers(28, 9000))
+def test_the_published_shape_has_the_same_visual_tokens(width, height):
+    family, facts = load_family(PUBLISHED), read_model(PUBLISHED)
+    if max(width, height) <= 200 * min(width, height):
+        found = facts.sizing.count(width, height).num_tokens
+        assert found == family.geometry(height, width).num_tokens
+
+
+def children(both: Both, names: tuple[str, ...]) -> list[nn.Module]:
+    return [getattr(both.module.model, name) for name in names]
+
+
+def num_parameters(modules: list[nn.Module]) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def test_each_stage_has_the_parameters_of_transformers_modules(both: Both):
+    facts, spec = both.facts, both.family.spec
+    encoder = num_parameters(children(both, spec.encoder_children))
+    assert facts.encoder.num_parameters + facts.projector.num_parameters == encoder
+    language = num_parameters(children(both, spec.lm_children))
+    assert facts.layers.num_parameters + facts.table.num_parameters == language
+    assert facts.num_parameters == sum(p.numel() for p in set(both.module.parameters()))
+
+
+def test_the_published_shape_has_its_published_parameters():
+    both = read(PUBLISHED)
+    assert both.facts.num_parameters == 8_292_166_656
+    assert both.facts.num_parameters == sum(p.numel() for p in set(both.module.parameters()))
+
+
+def rounded_bytes(linear: nn.Linear, weights: str) -> int:
+    """Bytes of a layer's codes and scales, from the worker's own rounding."""
+    groups = [size for size in GROUPS if linear.in_features % size == 0]
+    group = max(groups, default=None) if weights == "int4" else None
+    matrix = torch.zeros(linear.weight.shape, dtype=torch.bfloat16)
+    found = quantise_weights(matrix, group=group)
+    return found.codes.nbytes + found.scales.nbytes
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rounded_weights_have_the_workers_bytes(both: Both, weights: str):
+    spec = both.family.spec
+    parts = []
+    parts += children(both, spec.encoder_children) if "encoder" in spec.int8 else []
+    parts += children(both, spec.lm_children) if "layers" in spec.int8 else []
+    parts += [both.module.lm_head] if "head" in spec.int8 else []
+    linears = {m for part in parts for m in part.modules() if type(m) is nn.Linear}
+    saved = sum(2 * linear.weight.numel() - rounded_bytes(linear, weights) for linear in linears)
+    exact = sum(2 * p.numel() for p in set(both.module.parameters()))
+    assert capacity.weights_bytes(both.facts, tuple(Role), weights) == exact - saved
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
+def test_kv_and_embeddings_have_the_workers_bytes_per_token(both: Both, kv_dtype: str):
+    text = both.module.config.get_text_config()
+    layout = make_kv_layout(text, "r", dtype=torch.bfloat16, kv_dtype=kv_dtype, block_size=16)
+    assert capacity.kv_token_bytes(both.facts, kv_dtype) == layout.token_bytes
+    handoff = capacity.handoff_bytes(both.facts, kv_dtype, 33, block_size=16)
+    assert handoff == 3 * layout.block_bytes
+    rows = EmbedLayout("r", both.family.hidden_size, 0, "bfloat16")
+    assert capacity.embedding_bytes(both.facts, 7) == 7 * rows.row_bytes
+
+
+def test_activations_are_the_workers_estimate(both: Both):
+    config = both.module.config
+    step = step_bytes(
+        config.get_text_config(),
+        num_tokens=capacity.STEP_TOKENS,
+        num_rows=capacity.STEP_ROWS,
+        element_bytes=2,
+    )
+    encode = encode_bytes(
+        config.vision_config, both.family, num_tokens=MAX_ENCODE_TOKENS, element_bytes=2
+    )
+    assert capacity.activation_bytes(both.facts, (Role.DECODE,)) == step
+    assert capacity.activation_bytes(both.facts, (Role.ENCODER,)) == encode
+    assert capacity.activation_bytes(both.facts, tuple(Role)) == step + encode
+
+
+def test_constants_are_the_workers_defaults():
+    defaults = {field.name: field.default for field in dataclasses.fields(WorkerSettings)}
+    assert defaults["max_batched_tokens"] == capacity.STEP_TOKENS == MAX_ENCODE_TOKENS
+    assert defaults["max_requests"] == capacity.STEP_ROWS
+    assert EncoderCacheSettings().embedding_cache_bytes == capacity.ENCODER_CACHE_BYTES
+    assert DEFAULT_PERCENT["cuda"] == capacity.KV_PERCENT
+    assert set(GROUPS) == set(capacity.INT4_GROUPS)
+    assert LARGE_SIDE == 1 << 14
+    assert LOW_DETAIL_PIXELS == 512 * 512
+
+
+def test_stages_of_pods_are_the_operators():
+    for name, roles in STAGES.items():
+        pool = {"scaling": {"mode": "Manual", "replicas": 1}}
+        pools = Pools.model_validate({role.value: pool for role in roles})
+        assert topology(pools) == name
+        assert {role: stages(pools, role) for role in pools.present} == roles
