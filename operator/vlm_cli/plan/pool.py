@@ -44,6 +44,22 @@ class Numbers:
 
 
 @dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of a request, in the mean, into and out of a pod, and the network's bytes per second.
+
+    A network carries `bytes_per_second` in each direction at once.
+    """
+
+    bytes_in: float
+    bytes_out: float
+    bytes_per_second: float
+
+    def utilization(self, rate: float) -> float:
+        """Return the share of the network for `rate` requests per second."""
+        return rate * max(self.bytes_in, self.bytes_out) / self.bytes_per_second
+
+
+@dataclasses.dataclass(frozen=True)
 class PoolState:
     """A pool with a number of replicas under a load.
 
@@ -51,6 +67,7 @@ class PoolState:
         utilization: share of a pod's time for encoding and prefill.
         service: seconds of encoding and prefill of a request with images.
         wait: seconds that it waits before, at the 95th percentile.
+        network: share of a pod's network for embeddings and KV, in the busier direction.
         num_running: answers that one pod decodes at once.
         kv_occupancy: share of its KV blocks in use.
         itl, itl_p95: seconds between two tokens; 0 without decode.
@@ -61,6 +78,7 @@ class PoolState:
     utilization: float
     service: float
     wait: float
+    network: float
     num_running: float
     kv_occupancy: float
     itl: float
@@ -80,14 +98,16 @@ class PoolPlan:
     load: Load
     numbers: Numbers
     block_size: int
+    traffic: Traffic
 
     def state(self, replicas: int) -> PoolState:
         """Compute the state with a number of replicas."""
         rate = self.load.rate / replicas
         utilization = rate * self._mean_work
         service = self._service
+        network = self.traffic.utilization(rate)
         if utilization >= 1:
-            return self._overloaded(replicas, utilization, service)
+            return self._overloaded(replicas, utilization, service, network)
         running, itl = self._decode(rate, utilization)
         itl_p95 = self._itl_p95(rate, running, itl)
         occupancy = self._occupancy(running)
@@ -98,11 +118,12 @@ class PoolPlan:
             utilization=utilization,
             service=service,
             wait=TAIL * _mean_wait(service, utilization, replicas),
+            network=network,
             num_running=running,
             kv_occupancy=occupancy,
             itl=itl,
             itl_p95=itl_p95,
-            problem=self._problem(utilization, running, occupancy, itl_p95),
+            problem=self._problem(utilization, network, running, occupancy, itl_p95),
         )
 
     def fewest(self) -> PoolState:
@@ -234,16 +255,20 @@ class PoolPlan:
         return running / fits if fits else math.inf
 
     def _problem(
-        self, utilization: float, running: float, occupancy: float, itl_p95: float
+        self, utilization: float, network: float, running: float, occupancy: float, itl_p95: float
     ) -> str | None:
         if utilization > MAX_UTILIZATION:
             return f"pods are busy {utilization:.0%} of the time, target {MAX_UTILIZATION:.0%}"
+        if network > MAX_UTILIZATION:
+            return f"transfers need {network:.0%} of the network, target {MAX_UTILIZATION:.0%}"
         longest = self._prompt_tokens
         longest += self.load.output_tokens if Role.DECODE in self.stages else 0
         if self.stages != (Role.ENCODER,) and not self.num_sequences(longest):
             return f"the KV cache holds no request of {longest} tokens"
         if math.isinf(running):
             return "answers arrive faster than the pods can decode them"
+        if running > capacity.STEP_ROWS:
+            return f"{running:.0f} answers run at once, a worker runs {capacity.STEP_ROWS}"
         goal = self.load.itl_ms
         if goal is not None and itl_p95 * 1000 > goal:
             return f"ITL is {itl_p95 * 1000:.0f} ms, goal {goal} ms"
@@ -251,12 +276,15 @@ class PoolPlan:
             return f"KV occupancy is {occupancy:.0%}, target {MAX_KV_OCCUPANCY:.0%}"
         return None
 
-    def _overloaded(self, replicas: int, utilization: float, service: float) -> PoolState:
+    def _overloaded(
+        self, replicas: int, utilization: float, service: float, network: float
+    ) -> PoolState:
         return PoolState(
             replicas=replicas,
             utilization=utilization,
             service=service,
             wait=math.inf,
+            network=network,
             num_running=math.inf if Role.DECODE in self.stages else 0.0,
             kv_occupancy=0.0,
             itl=math.inf,

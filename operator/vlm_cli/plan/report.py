@@ -333,6 +333,12 @@ def _pools(candidate: Candidate, load: Load, choice: Choice) -> Section:
                 ),
                 "service": Figure(state.service, "s", "encode + prefill of a request with images"),
                 "wait p95": Figure(state.wait, "s", "3 · mean wait of M/M/c (Sakasegawa)"),
+                "network": Figure(
+                    100 * state.network,
+                    "%",
+                    "requests/s · bytes in or out per request / network, per pod; "
+                    f"target {pool.MAX_UTILIZATION:.0%}",
+                ),
                 "running answers": Figure(
                     state.num_running, "answers", "answers/s · output tokens · ITL, per pod"
                 ),
@@ -373,6 +379,8 @@ def _assumptions(request: Request) -> list[str]:
             "--compute-share and --bandwidth-share set what you measured.",
             f"{request.network_gbit:g} Gbit/s between pods (--network-gbit).",
             f"Each step and each encoder call takes {CALL_SECONDS * 1000:g} ms more.",
+            f"A worker runs at most {capacity.STEP_ROWS} requests at once, its default of "
+            "--max-requests; KV may hold more.",
             "Requests arrive at random and are independent; no prefix or image is in a cache.",
             "While a pod encodes an image, its decode steps take twice as long.",
         ]

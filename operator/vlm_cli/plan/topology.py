@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from vlm_cli.plan import capacity
 from vlm_cli.plan.facts import ModelFacts
 from vlm_cli.plan.load import Load
 from vlm_cli.plan.nodes import Node
-from vlm_cli.plan.pool import Numbers, PoolPlan, PoolState
+from vlm_cli.plan.pool import Numbers, PoolPlan, PoolState, Traffic
 from vlm_cli.plan.speed import Speed
 from vlm_operator.api.enums import Topology
 from vlm_operator.names import Role
@@ -118,7 +118,10 @@ def choose(
                 if problem is None:
                     assert node.device is not None
                     speed = Speed(node.device, *shares)
-                    usable.append(PoolPlan(role, stages, node, speed, facts, load, numbers, 0))
+                    traffic = _traffic(role, roles, facts, load, numbers, network)
+                    usable.append(
+                        PoolPlan(role, stages, node, speed, facts, load, numbers, 0, traffic)
+                    )
                 else:
                     problems.append(f"{role} on {node.name}: {problem}")
             options.append(usable)
@@ -132,6 +135,27 @@ def choose(
         candidates.append(min(found, key=_preference))
     recommended, reasons = _recommend(candidates)
     return Choice(recommended, reasons, tuple(candidates), refused, has_prices)
+
+
+def _traffic(
+    role: Role,
+    roles: Collection[Role],
+    facts: ModelFacts,
+    load: Load,
+    numbers: Numbers,
+    network: Network,
+) -> Traffic:
+    """Return the bytes that a request moves into and out of the pod of `role`."""
+    visual = load.share * load.visual_tokens(facts)
+    embeddings = visual * capacity.embedding_bytes(facts, 1) if E in roles else 0.0
+    token_bytes = capacity.kv_token_bytes(facts, numbers.kv_dtype)
+    handoff = (load.prompt_tokens + visual) * token_bytes if P in roles else 0.0
+    flows = {
+        E: (0.0, embeddings),
+        P: (embeddings, handoff),
+        D: (handoff if P in roles else embeddings, 0.0),
+    }
+    return Traffic(*flows[role], network.bytes_per_second)
 
 
 def _preference(one: Candidate) -> tuple[bool, float]:

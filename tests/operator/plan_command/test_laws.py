@@ -21,7 +21,7 @@ from vlm_cli.plan.load import Load
 from vlm_cli.plan.manifest import Service
 from vlm_cli.plan.model import read_model
 from vlm_cli.plan.nodes import Node, read_nodes
-from vlm_cli.plan.pool import MAX_KV_OCCUPANCY, MAX_UTILIZATION, PoolPlan
+from vlm_cli.plan.pool import MAX_KV_OCCUPANCY, MAX_UTILIZATION, PoolPlan, Traffic
 from vlm_cli.plan.speed import Speed, parse_device
 from vlm_cli.preview import children
 from vlm_operator.api import parse
@@ -143,7 +143,8 @@ def test_more_pods_are_never_busier_nor_slower(facts, load, name):
     stages = (Role.ENCODER, Role.PREFILL, Role.DECODE)
     numbers = Service("a", "pvc://a").numbers("bfloat16")
     speed = Speed(node.device, *SHARES)
-    pool = PoolPlan(Role.DECODE, stages, node, speed, facts, load, numbers, 16)
+    traffic = Traffic(1e6, 1e7, 1e9)
+    pool = PoolPlan(Role.DECODE, stages, node, speed, facts, load, numbers, 16, traffic)
     few, many = pool.state(3), pool.state(4)
     assert many.utilization <= few.utilization
     assert many.num_running <= few.num_running or math.isinf(few.num_running)
@@ -167,6 +168,8 @@ def test_a_recommended_plan_meets_goals_and_targets(facts, load):
     for _, state in best.pools.values():
         assert state.utilization <= MAX_UTILIZATION
         assert state.kv_occupancy <= MAX_KV_OCCUPANCY
+        assert state.network <= MAX_UTILIZATION
+        assert state.num_running <= capacity.STEP_ROWS
     simpler = [
         one.cost
         for one in choice.candidates
