@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -195,9 +194,11 @@ def _service(before: Service | None, model: Path, **given: str | None) -> Servic
             raise PlanError(f"--{option}: is {value!r}; there are {', '.join(choices)}")
     if before is None:
         directory = model.resolve() if model.is_dir() else model.resolve().parent
-        default = given["name"] or _slug(directory.name)
+        default = given["name"] or _default_name(directory)
         before = Service(name=default, uri=f"pvc://{default}")
-    return dataclasses.replace(before, **{k: v for k, v in given.items() if v is not None})
+    service = dataclasses.replace(before, **{k: v for k, v in given.items() if v is not None})
+    service.check()
+    return service
 
 
 def _load(before: Load | None, *, images: Sequence[str] | None, **given: Any) -> Load | None:
@@ -234,9 +235,10 @@ def _devices(texts: Sequence[str]) -> Mapping[str, Device]:
     return devices
 
 
-def _slug(text: str) -> str:
-    """Return a name that Kubernetes accepts."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "model"
+def _default_name(directory: Path) -> str:
+    """Return the directory's name as a name of a VLMService, which begins with a letter."""
+    found = manifests.slug(directory.name, longest=names.MAX_SERVICE_NAME - len("vlm-"))
+    return found if found[:1].isalpha() else f"vlm-{found}".strip("-")
 
 
 def _print(sections: Sequence[Section], *, explain: bool) -> None:

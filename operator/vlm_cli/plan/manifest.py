@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vlm_cli.plan.fields import Fields
+from vlm_cli.plan.fields import Fields, PlanError
 from vlm_cli.plan.load import Load
 from vlm_cli.plan.pool import Numbers
 from vlm_cli.plan.topology import Candidate
@@ -19,6 +20,7 @@ from vlm_operator.names import Role
 ANNOTATION_LOAD: Final = f"{names.GROUP}/planned-load"
 """The load that a VLMService was planned for, as JSON. Only `vlm plan` reads it."""
 
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _WEIGHTS_ARG: Final = "--weights="
 _KV_FIELD: Final = {
     "auto": None,
@@ -50,6 +52,18 @@ class Service:
     dtype: str | None = None
     kv_dtype: str = "auto"
     weights: str = "auto"
+
+    def check(self) -> None:
+        """Raise PlanError for what the API server's rules refuse."""
+        if not _NAME.fullmatch(self.name) or len(self.name) > names.MAX_SERVICE_NAME:
+            raise PlanError(
+                f"--name: {self.name!r} is no name; write at most {names.MAX_SERVICE_NAME} "
+                "lower-case letters, digits and -, and a letter first"
+            )
+        if not self.uri.startswith(("pvc://", "hf://")):
+            raise PlanError(f"--uri: {self.uri!r} is neither pvc://CLAIM[/PATH] nor hf://ORG/NAME")
+        if self.uri.startswith("hf://") and self.revision is None:
+            raise PlanError(f"--revision: is required for {self.uri}: write the commit to serve")
 
     def numbers(self, dtype: str) -> Numbers:
         """Return the number types, with `dtype` of the activations for an automatic KV dtype."""
@@ -113,6 +127,12 @@ def read_input(where: str, manifest: Mapping[str, Any]) -> tuple[Service, Load]:
     return service, Load.from_dict(f"{where}: {ANNOTATION_LOAD}", load)
 
 
+def slug(text: str, *, longest: int) -> str:
+    """Return `text` as a DNS label of at most `longest` characters."""
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return label[:longest].strip("-")
+
+
 def _limits(load: Load) -> dict[str, int]:
     """Return the limits that the defaults do not allow."""
     limits, default = {}, Limits()
@@ -126,9 +146,10 @@ def _limits(load: Load) -> dict[str, int]:
 
 def _pool(role: Role, candidate: Candidate, weights: str) -> dict[str, Any]:
     plan, state = candidate.pools[role]
+    variant = slug(plan.node.name, longest=names.MAX_VARIANT_NAME)
     pool: dict[str, Any] = {
         "scaling": {"mode": "Manual", "replicas": state.replicas},
-        "variants": [{"name": plan.node.name, "nodeClassRef": {"name": plan.node.name}}],
+        "variants": [{"name": variant, "nodeClassRef": {"name": plan.node.name}}],
     }
     if plan.kv_bytes:
         pool["kv"] = {"memory": f"{plan.kv_bytes >> 20}Mi"}

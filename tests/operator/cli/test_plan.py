@@ -190,6 +190,10 @@ async def test_a_field_of_a_config_is_named_with_its_file(tmp_path: Path, config
         ({"device": ["h100=abacus"]}, "--device: 'abacus' is unknown; write TFLOPS:GBPS"),
         ({"device": ["h100=0:5"]}, "--device: '0:5' is unknown"),
         ({"device": ["tpu=h100"]}, "there is no VLMNodeClass 'tpu', but h100, l40s"),
+        ({"name": "7b"}, "--name: '7b' is no name; write at most"),
+        ({"name": "a" * 60}, "is no name"),
+        ({"uri": "s3://a/b"}, "--uri: 's3://a/b' is neither pvc://CLAIM"),
+        ({"uri": "hf://a/b"}, "--revision: is required for hf://a/b"),
         ({"write": Path("x.yaml")}, "there is no manifest without a load"),
     ],
 )
@@ -244,6 +248,19 @@ async def test_without_prices_pods_are_counted(tmp_path: Path, capsys):
     found = await data(capsys, QWEN_7B, nodes=[path], rate=1.0)
     assert found["pools"][0]["cost"]["unit"] == "pods"
     assert "n0 has no cost: pods are counted instead." in found["assumptions"]
+
+
+async def test_names_that_kubernetes_refuses_are_changed(tmp_path: Path, capsys):
+    model = write(tmp_path / "7B_Model.v1", qwen_7b())
+    nodes = tmp_path / "nodes.yaml"
+    spec = {"accelerator": {**GPU, "memory": "80Gi"}}
+    meta = {"name": "gpu.h100." + "long-name-" * 6 + "x"}
+    nodes.write_text(yaml.safe_dump({"kind": "VLMNodeClass", "metadata": meta, "spec": spec}))
+    found = (await data(capsys, model, nodes=[nodes], rate=0.1))["manifest"]
+    assert found["metadata"]["name"] == "vlm-7b-model-v1"
+    (variant,) = found["spec"]["pools"]["decode"]["variants"]
+    assert variant["name"].startswith("gpu-h100-long-name")
+    assert variant["nodeClassRef"] == meta
 
 
 async def test_no_node_class_is_an_error(tmp_path: Path):
