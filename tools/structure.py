@@ -38,7 +38,7 @@ class Count(NamedTuple):
 # and says why.
 LIMITS = {
     "worker": Count(lines=31_850, single_importers=36, short_files=16),
-    "operator": Count(lines=34_970, single_importers=41, short_files=28),
+    "operator": Count(lines=35_750, single_importers=42, short_files=29),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 

@@ -5,7 +5,7 @@ bench         open-loop load, percentiles     demo      the whole system on this
 why           reasons for sizes of pools      simulate  an autoscaling policy in simulated time
 rollout-plan  steps between two manifests     render    the objects of a manifest
 doctor        what a cluster lacks            release-finalizers  deletion without an operator
-plan          memory, pools and cost of a model, before there is a service
+plan          memory, pools and cost of a model     advise    levers of a running service
 """
 
 from __future__ import annotations

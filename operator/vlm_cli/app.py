@@ -26,6 +26,7 @@ _COMMANDS = tuple(
         ("rollout-plan", "rollout_plan:rollout_plan"),
         ("render", "offline:render"),
         ("plan", "plan.command:plan"),
+        ("advise", "advise.command:advise"),
         ("doctor", "doctor.command:doctor"),
         ("release-finalizers", "release:release"),
     )

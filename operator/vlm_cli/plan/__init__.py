@@ -5,6 +5,6 @@ model.py     config.json ─▶ ModelFacts       pool.py      queueing model of 
 images.py    visual tokens by size           topology.py  the cheapest pools that meet the goals
 capacity.py  bytes: KV, weights, transfers   manifest.py  VLMService, and a plan's input from one
 nodes.py     VLMNodeClass ─▶ Node            report.py    the sections of the output
-load.py      what the user gives             figures.py   numbers with unit and formula
-fields.py    JSON, read strictly             command.py   files, cluster, output
+load.py      what the user gives             command.py   files, cluster, output
+fields.py    JSON, read strictly
 """

@@ -13,18 +13,18 @@ import yaml
 from vlm_cli import flags
 from vlm_cli.access import open_cluster
 from vlm_cli.offline import object_name, parse_service, read_objects
-from vlm_cli.output import CliError, Format, console, emit, plain_table
+from vlm_cli.output import CliError, Format, emit
 from vlm_cli.plan import manifest as manifests
 from vlm_cli.plan import report
 from vlm_cli.plan.capacity import KV_ITEM_BYTES
 from vlm_cli.plan.facts import ITEM_BYTES
 from vlm_cli.plan.fields import PlanError
-from vlm_cli.plan.figures import FactSection, Figure, Section, TableSection, to_data
 from vlm_cli.plan.load import Load, parse_size
 from vlm_cli.plan.manifest import Service
 from vlm_cli.plan.model import read_model
 from vlm_cli.plan.nodes import read_nodes
 from vlm_cli.plan.speed import BANDWIDTH_SHARE, COMPUTE_SHARE, Device, parse_device
+from vlm_cli.sections import show, to_data
 from vlm_operator import names
 from vlm_operator.cluster import VLM_NODE_CLASS, Manifest
 
@@ -146,7 +146,7 @@ async def plan(
     if found.manifest is not None:
         parse_service(found.manifest, Path("the planned manifest"), None)
     if output is Format.TABLE:
-        _print(found.sections, explain=explain)
+        show(found.sections, explain=explain)
     else:
         emit(report.to_json(found, data=to_data(found.sections, explain=explain)), output)
     if not found.is_feasible:
@@ -239,49 +239,6 @@ def _default_name(directory: Path) -> str:
     """Return the directory's name as a name of a VLMService, which begins with a letter."""
     found = manifests.slug(directory.name, longest=names.MAX_SERVICE_NAME - len("vlm-"))
     return found if found[:1].isalpha() else f"vlm-{found}".strip("-")
-
-
-def _print(sections: Sequence[Section], *, explain: bool) -> None:
-    screen = console()
-    for number, section in enumerate(sections):
-        if number:
-            screen.print()
-        screen.print(section.title, style="bold", markup=False)
-        if isinstance(section, FactSection):
-            _print_facts(section, explain=explain)
-        elif isinstance(section, TableSection):
-            _print_table(section, explain=explain)
-        else:
-            for sentence in section.rows:
-                screen.print(f"  {sentence}", markup=False)
-
-
-def _print_facts(section: FactSection, *, explain: bool) -> None:
-    table = plain_table("", "", "")
-    table.show_header = False
-    for name, value in section.rows.items():
-        formula = value.formula if explain and isinstance(value, Figure) else ""
-        table.add_row(f"  {name}", str(value), f"= {formula}" if formula else "")
-    console().print(table, markup=False)
-
-
-def _print_table(section: TableSection, *, explain: bool) -> None:
-    columns = [name for name in section.rows[0] if any(str(row[name]) for row in section.rows)]
-    table = plain_table(*(f"  {columns[0].upper()}", *(name.upper() for name in columns[1:])))
-    for row in section.rows:
-        cells = [_cell(row[name], name) for name in columns]
-        table.add_row(f"  {cells[0]}", *cells[1:])
-    console().print(table, markup=False)
-    if explain:
-        for name in columns:
-            cells_of = [row[name] for row in section.rows]
-            formulas = [cell.formula for cell in cells_of if isinstance(cell, Figure)]
-            if formulas and formulas[0]:
-                console().print(f"  {name.upper()} = {formulas[0]}", markup=False)
-
-
-def _cell(value: Figure | str, column: str) -> str:
-    return value.text(column) if isinstance(value, Figure) else value
 
 
 def _write(path: Path | None, manifest: Manifest | None) -> None:

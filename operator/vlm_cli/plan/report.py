@@ -9,13 +9,13 @@ from typing import Any
 from vlm_cli.plan import capacity, manifest, pool
 from vlm_cli.plan.facts import ModelFacts
 from vlm_cli.plan.fields import PlanError
-from vlm_cli.plan.figures import FactSection, Figure, NoteSection, Section, TableSection
 from vlm_cli.plan.load import Load
 from vlm_cli.plan.manifest import Service
 from vlm_cli.plan.nodes import Node
 from vlm_cli.plan.pool import Numbers
 from vlm_cli.plan.speed import CALL_SECONDS
 from vlm_cli.plan.topology import STAGES, Candidate, Choice, Network, choose
+from vlm_cli.sections import FactSection, Figure, NoteSection, Section, TableSection
 from vlm_operator.api.enums import Topology
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role

@@ -105,6 +105,7 @@ class ApiServer:
     url: str = ""
     objects: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     target_port: int = 0
+    target_ports: dict[str, int] = dataclasses.field(default_factory=dict)
     forwarded: list[str] = dataclasses.field(default_factory=list)
     forward_status: int = 101
     token: str = "secret"
@@ -152,7 +153,8 @@ class ApiServer:
         for number in (0, 1):
             await channel.send_bytes(bytes([number]) + port)
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+            target = self.target_ports.get(request.match_info["pod"], self.target_port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", target)
         except OSError as error:
             await channel.send_bytes(b"\x01" + str(error).encode())
             await channel.close()

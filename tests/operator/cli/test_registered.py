@@ -5,7 +5,7 @@ import typer
 from vlm_cli.app import app
 
 COMMANDS = {
-    *("bench", "chat", "demo", "doctor", "release-finalizers"),
+    *("advise", "bench", "chat", "demo", "doctor", "release-finalizers"),
     *("plan", "render", "rollout-plan", "simulate", "status", "why"),
 }
 

@@ -1,4 +1,4 @@
-"""A number with its unit and formula, and the sections of a report. Pure."""
+"""Reports of `vlm plan` and `vlm advise`: numbers with unit and formula, as text or as data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from vlm_cli.output import console, plain_table
 
 _BINARY = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -99,6 +101,50 @@ def to_data(sections: Sequence[Section], *, explain: bool) -> dict[str, Any]:
         else:
             found[section.key] = list(section.rows)
     return found
+
+
+def show(sections: Sequence[Section], *, explain: bool) -> None:
+    """Print a report; with `explain`, with the formula of each figure."""
+    screen = console()
+    for number, section in enumerate(sections):
+        if number:
+            screen.print()
+        screen.print(section.title, style="bold", markup=False)
+        if isinstance(section, FactSection):
+            _print_facts(section, explain=explain)
+        elif isinstance(section, TableSection):
+            _print_table(section, explain=explain)
+        else:
+            for sentence in section.rows:
+                screen.print(f"  {sentence}", markup=False)
+
+
+def _print_facts(section: FactSection, *, explain: bool) -> None:
+    table = plain_table("", "", "")
+    table.show_header = False
+    for name, value in section.rows.items():
+        formula = value.formula if explain and isinstance(value, Figure) else ""
+        table.add_row(f"  {name}", str(value), f"= {formula}" if formula else "")
+    console().print(table, markup=False)
+
+
+def _print_table(section: TableSection, *, explain: bool) -> None:
+    columns = [name for name in section.rows[0] if any(str(row[name]) for row in section.rows)]
+    table = plain_table(*(f"  {columns[0].upper()}", *(name.upper() for name in columns[1:])))
+    for row in section.rows:
+        cells = [_cell(row[name], name) for name in columns]
+        table.add_row(f"  {cells[0]}", *cells[1:])
+    console().print(table, markup=False)
+    if explain:
+        for name in columns:
+            cells_of = [row[name] for row in section.rows]
+            formulas = [cell.formula for cell in cells_of if isinstance(cell, Figure)]
+            if formulas and formulas[0]:
+                console().print(f"  {name.upper()} = {formulas[0]}", markup=False)
+
+
+def _cell(value: Figure | str, column: str) -> str:
+    return value.text(column) if isinstance(value, Figure) else value
 
 
 def _camel(name: str) -> str:
