@@ -17,6 +17,7 @@ IDLE: Final = 0.10
 """An encoder pool that is busy for a smaller share of its time is idle."""
 SUPER_LINEAR: Final = 1.3
 """Growth of the slope from which steps are called super-linear; less is noise of two halves."""
+UNCERTAIN: Final = 0.5
 INT8_KV: Final = 0.52
 """Bytes of int8 KV over bfloat16, for heads of 128: (128 + 4) / 256."""
 INT8_WEIGHTS: Final = 0.5
@@ -278,6 +279,9 @@ def _steps(found: Profile, fit: StepFit) -> Section:
             fit.slope * visual, "s", "slope · visual tokens: longer steps for every answer"
         ),
     }
+    rows["explained"] = Figure(
+        100 * fit.explained, "%", "R²: share of the variance of steps that the line explains"
+    )
     if fit.growth is not None:
         rows["growth of the slope"] = Figure(
             fit.growth, "times", "slope of the upper half of KV tokens / slope of the lower half"
@@ -298,7 +302,12 @@ def _findings(found: Profile, service: Service) -> list[str]:
             " Bandwidth is contended."
         )
     else:
-        notes.append("Steps grow linearly with KV tokens.")
+        notes.append("Steps do not grow faster than their KV tokens.")
+    if fit is not None and fit.explained < UNCERTAIN:
+        notes.append(
+            f"KV tokens explain {fit.explained:.0%} of the variance of steps: the slope, and gains "
+            "from it, are uncertain."
+        )
     encoder = found.roles.get(Role.ENCODER)
     if encoder is not None and encoder.busy < IDLE:
         notes.append(f"Encoders are idle: busy for {encoder.busy:.0%} of the time.")

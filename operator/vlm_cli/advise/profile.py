@@ -51,6 +51,7 @@ class StepFit:
 
     Attributes:
         kv_tokens, sequences, seconds: of the mean step.
+        explained: share of the steps' variance that the line explains, 0 to 1.
         growth: slope in the upper half of the points over that in the lower half; above 1 steps
             grow faster than linearly. None if the load did not vary enough.
     """
@@ -61,6 +62,7 @@ class StepFit:
     sequences: float
     seconds: float
     num_points: int
+    explained: float
     growth: float | None
 
 
@@ -169,6 +171,7 @@ def fit(points: Sequence[StepPoint]) -> StepFit | None:
         sequences=_mean([point.sequences for point in points], weights),
         seconds=seconds,
         num_points=len(points),
+        explained=_explained(points, slope),
         growth=_growth(points),
     )
 
@@ -252,6 +255,19 @@ def _slope(points: Sequence[StepPoint]) -> float:
         for weight, point in zip(weights, points, strict=True)
     )
     return together / spread if spread > 0 else 0.0
+
+
+def _explained(points: Sequence[StepPoint], slope: float) -> float:
+    """Return R², weighted by steps; 1 if all steps take the same time."""
+    weights = [point.num_steps for point in points]
+    kv = _mean([point.kv_tokens for point in points], weights)
+    seconds = _mean([point.seconds for point in points], weights)
+    whole = _mean([(point.seconds - seconds) ** 2 for point in points], weights)
+    rest = _mean(
+        [(point.seconds - seconds - slope * (point.kv_tokens - kv)) ** 2 for point in points],
+        weights,
+    )
+    return max(0.0, 1 - rest / whole) if whole > 0 else 1.0
 
 
 def _growth(points: Sequence[StepPoint]) -> float | None:

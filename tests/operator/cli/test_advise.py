@@ -142,7 +142,8 @@ def test_the_line_of_the_steps_is_found():
     assert found.fit.slope == pytest.approx(2e-6)
     assert found.fit.growth == pytest.approx(1.0)
     assert found.visual_tokens == 500
-    assert "Steps grow linearly with KV tokens." in findings(found, service())
+    assert found.fit.explained == pytest.approx(1.0)
+    assert "Steps do not grow faster than their KV tokens." in findings(found, service())
 
 
 @given(
@@ -164,6 +165,19 @@ def test_super_linear_steps_are_called_so():
     assert found.fit.growth is not None
     assert found.fit.growth > 1.3
     assert "Steps grow super-linearly" in findings(found, service())
+
+
+def test_a_line_that_explains_little_is_called_uncertain():
+    decoder, other = Decoder(base=0.01, slope=1e-9), Decoder(base=0.03, slope=1e-9)
+    noisy = [
+        snapshot(pod, 5.0 * n, one.run(steps=100, sequences=n, kv=1000 * (4 + (7 * n) % 13)))
+        for n in range(13)
+        for pod, one in (("a", decoder), ("b", other))
+    ]
+    found = profile(noisy)
+    assert found.fit is not None
+    assert found.fit.explained < 0.5
+    assert "are uncertain" in findings(found, service())
 
 
 def test_few_steps_give_no_slope():

@@ -95,7 +95,8 @@ async def test_a_manifest_renders_and_plans_to_itself(tmp_path: Path, capsys):
     await plan(QWEN_7B, nodes=[NODES], again=first, write=second)
     assert first.read_text() == second.read_text()
     both = tmp_path / "both.yaml"
-    both.write_text(first.read_text() + "---\n" + NODES.read_text())
+    classes = [path.read_text() for path in sorted(NODES.glob("*.yaml"))]
+    both.write_text("---\n".join([first.read_text(), *classes]))
     service = read_documents(both).service
     assert service.spec.model.to_dict()["kvCacheDtype"] == "Int8"
     assert service.spec.pools.decode.engine.extra_args == ["--weights=int8"]
@@ -123,7 +124,8 @@ async def test_limits_grow_with_the_load(capsys):
 
 
 async def test_node_classes_come_from_the_cluster(api, kubeconfig, capsys):
-    for item in yaml.safe_load_all(NODES.read_text()):
+    for path in NODES.glob("*.yaml"):
+        item = yaml.safe_load(path.read_text())
         api.add("/apis/triptych.dev/v1alpha1/vlmnodeclasses", item)
     found = await data(capsys, QWEN_7B, nodes=None, kubeconfig=kubeconfig, **LOAD)
     assert {row["class"] for row in found["concurrency"]} == {"h100", "l40s"}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from vlm_cli.plan.command import plan
 from vlm_local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
@@ -53,3 +54,25 @@ def test_each_example_says_what_when_what_to_expect_and_how_to_clean_up(
     for manifest in folder.glob("*.yaml"):
         (service,) = manifests(manifest.read_text())
         assert service["metadata"]["name"] in page
+
+
+@pytest.mark.parametrize("rate", [0.5, 4.0])
+async def test_the_api_server_takes_what_a_plan_writes(
+    rate: float, api_server: ControlPlane, tmp_path: pathlib.Path
+) -> None:
+    path, examples = tmp_path / "service.yaml", ROOT / "examples" / "plan"
+    await plan(
+        examples / "qwen2.5-vl-7b",
+        nodes=[examples],
+        rate=rate,
+        image=["1280x720"] * 5,
+        ttft_ms=5000,
+        itl_ms=60,
+        uri="hf://org/name",
+        revision="main",
+        kv_dtype="int8",
+        weights="int8",
+        write=path,
+    )
+    answer = api_server.kubectl("create", "--dry-run=server", "-f", str(path), check=False)
+    assert answer.returncode == 0, answer.stderr

@@ -12,7 +12,7 @@ from vlm_cli.plan.model import read_model
 
 ROOT = Path(__file__).parents[3]
 QWEN_7B = ROOT / "examples" / "plan" / "qwen2.5-vl-7b"
-NODES = ROOT / "examples" / "plan" / "nodes.yaml"
+NODES = ROOT / "examples" / "plan"
 
 # CLIP ViT-L/14 at 336 pixels, and Vicuna 7B: 32 layers, no shared heads
 LLAVA_7B: dict[str, Any] = {
