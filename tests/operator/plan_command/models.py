@@ -41,6 +41,13 @@ GEMMA3_4B: dict[str, Any] = {
 }  # fmt: skip
 
 
+# of Qwen2-VL 7B; its language model has the shape of Qwen2.5-VL 7B
+QWEN2_VISION: dict[str, Any] = {
+    "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
+    "hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+
+
 def with_text(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """A copy of a config with other fields of its language model; None removes one."""
     found = copy.deepcopy(config)

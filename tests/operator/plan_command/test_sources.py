@@ -5,10 +5,19 @@ bytes although it writes "MB".
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from plan_command.models import GEMMA3_4B, LLAVA_7B, QWEN_7B, facts, qwen_7b, with_text
+from plan_command.models import (
+    GEMMA3_4B,
+    LLAVA_7B,
+    QWEN2_VISION,
+    QWEN_7B,
+    facts,
+    qwen_7b,
+    with_text,
+)
 from vlm_cli.plan import capacity
 from vlm_cli.plan.facts import ModelFacts
 from vlm_cli.plan.model import read_model
@@ -144,6 +153,22 @@ def test_the_vram_estimator_multiplies_the_kv_by_its_overhead(llava: ModelFacts)
     assert fixed + memory.kv <= 80 * GIB
     fits = capacity.concurrency(memory.kv, 1088, token_bytes=token_bytes, block_size=16)
     assert fits == memory.kv // (token_bytes * 16) // 68
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (LLAVA_7B, 7_063_427_072),
+        (GEMMA3_4B, 4_300_079_472),
+        (qwen_7b(), 8_292_166_656),
+        ({**qwen_7b(), "model_type": "qwen2_vl", "vision_config": QWEN2_VISION}, 8_291_375_616),
+    ],
+    ids=["llava-1.5-7b", "gemma-3-4b", "qwen2.5-vl-7b", "qwen2-vl-7b"],
+)
+def test_a_published_shape_has_its_published_number_of_parameters(
+    tmp_path: Path, config: dict[str, Any], published: int
+):
+    assert facts(tmp_path / "m", config).num_parameters == published
 
 
 def test_sliding_layers_keep_all_tokens_but_read_the_window(tmp_path: Path):
