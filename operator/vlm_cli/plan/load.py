@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -83,7 +84,7 @@ class Load:
 
     def check(self, facts: ModelFacts) -> None:
         """Raise PlanError if no worker would accept such requests."""
-        if self.rate <= 0:
+        if not 0 < self.rate < math.inf:
             raise PlanError("--rate: must be above 0 requests per second")
         if not 0 <= self.image_share <= 1:
             raise PlanError(f"--image-share: is {self.image_share}; it must be between 0 and 1")

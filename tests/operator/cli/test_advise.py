@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,6 +243,18 @@ def test_a_lever_in_use_is_not_listed_again():
     names = {one.name for one in levers(found, service())}
     used = {one.name for one in levers(found, service(has_int8_kv=True, has_rounded_weights=True))}
     assert names - used == {"model.kvCacheDtype: Int8", "engine.extraArgs: [--weights=int8]"}
+
+
+def test_the_page_lists_every_lever():
+    page = (Path(__file__).parents[3] / "docs" / "advise.md").read_text()
+    rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| ")]
+    listed = [row.replace("`", "").strip() for row in rows]
+    found = profile(measured())
+    unsplit = service(replicas={Role.DECODE: 1})
+    names = {one.name for of in (service(), unsplit) for one in levers(found, of)}
+    assert len(names) >= 5
+    assert "one more pod of a role" in listed
+    assert not [name for name in names if name not in listed and not name.startswith("one more")]
 
 
 def test_gains_are_those_of_the_line():

@@ -180,6 +180,7 @@ async def test_a_field_of_a_config_is_named_with_its_file(tmp_path: Path, config
     ("options", "said"),
     [
         ({"rate": 0.0}, "--rate: must be above 0"),
+        ({"rate": float("nan")}, "--rate: must be above 0"),
         ({"rate": 1.0, "image": ["big"]}, "--image: 'big' is no size; write WIDTHxHEIGHT"),
         ({"rate": 1.0, "image": ["3000x10"]}, "one side may be at most 200 times the other"),
         ({"rate": 1.0, "image": ["9x9"] * 65}, "a request has at most 64"),
