@@ -67,12 +67,62 @@ READY_REPLICAS = Gauge(
     ["namespace", "service", "role"],
     registry=REGISTRY,
 )
+SCALE_LIMITED = Gauge(
+    "triptych_scale_limited",
+    "1 for the bound that limits the last decision about a pool.",
+    ["namespace", "service", "role", "bound"],
+    registry=REGISTRY,
+)
+ACCELERATORS = Gauge(
+    "triptych_accelerators",
+    "Accelerators of a pool's scheduled pods.",
+    ["namespace", "service", "role"],
+    registry=REGISTRY,
+)
+COST_PER_HOUR = Gauge(
+    "triptych_cost_per_hour",
+    "Cost of a pool's pods per hour, if a node class has a cost.",
+    ["namespace", "service", "role"],
+    registry=REGISTRY,
+)
+TTFT_TARGET = Gauge(
+    "triptych_ttft_target_seconds",
+    "Target of the 95th percentile of time to first token.",
+    ["namespace", "service", "modality"],
+    registry=REGISTRY,
+)
+ITL_TARGET = Gauge(
+    "triptych_itl_target_seconds",
+    "Target of the 95th percentile of the time between two tokens.",
+    ["namespace", "service"],
+    registry=REGISTRY,
+)
+OF_A_SERVICE = (
+    SCALE_DECISIONS,
+    DESIRED_REPLICAS,
+    RECOMMENDED_REPLICAS,
+    READY_REPLICAS,
+    SCALE_LIMITED,
+    ACCELERATORS,
+    COST_PER_HOUR,
+    TTFT_TARGET,
+    ITL_TARGET,
+)
 
 
 def exposition() -> bytes:
     return generate_latest(REGISTRY)
 
 
+def set_or_remove(gauge: Gauge, value: float | None, *labels: str) -> None:
+    """Set one series; if the value is None, remove it."""
+    if value is None:
+        gauge.remove(*labels)
+    else:
+        gauge.labels(*labels).set(value)
+
+
 def forget(namespace: str, service: str) -> None:
-    for metric in (SCALE_DECISIONS, DESIRED_REPLICAS, RECOMMENDED_REPLICAS, READY_REPLICAS):
+    """Remove all series of a deleted service."""
+    for metric in OF_A_SERVICE:
         metric.remove_by_labels({"namespace": namespace, "service": service})

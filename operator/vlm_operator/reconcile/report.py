@@ -24,11 +24,17 @@ from vlm_operator.autoscale.record import Record
 from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
 from vlm_operator.errors import ClusterError, ConflictError, NameConflictError, UnavailableError
 from vlm_operator.metrics import (
+    ACCELERATORS,
     BAD_SAMPLES,
+    COST_PER_HOUR,
     DESIRED_REPLICAS,
+    ITL_TARGET,
     READY_REPLICAS,
     RECOMMENDED_REPLICAS,
     SCALE_DECISIONS,
+    SCALE_LIMITED,
+    TTFT_TARGET,
+    set_or_remove,
 )
 from vlm_operator.names import Role
 from vlm_operator.reconcile.accepted_spec import KEY as ACCEPTED_KEY
@@ -36,7 +42,12 @@ from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import TurnPlan
 from vlm_operator.state import NodeClassState, Observed
-from vlm_operator.status.build import WritePacing, pool_status_of_kind
+from vlm_operator.status.build import (
+    WritePacing,
+    pool_accelerators,
+    pool_cost_per_hour,
+    pool_status_of_kind,
+)
 from vlm_operator.status.events import Event, foreign_event
 from vlm_operator.status.inputs import ConditionReason, Failure, StatusInputs
 
@@ -186,19 +197,27 @@ class Reporter:
         absurd = turn_plan.sizing.outcome.estimate.absurd
         if absurd:
             BAD_SAMPLES.labels(reason="absurd").inc(len(absurd))
-        changed = False
+        changed, service = False, (self._namespace, self._name)
         for role in view.service.spec.pools.present:
-            labels = {"namespace": self._namespace, "service": self._name, "role": role.value}
-            decision = turn_plan.decisions[role]
-            DESIRED_REPLICAS.labels(**labels).set(view.desired[role])
-            READY_REPLICAS.labels(**labels).set(len(view.serving(role)))
-            if decision.recommendation is not None:
-                RECOMMENDED_REPLICAS.labels(**labels).set(decision.recommendation)
+            pool, decision = (*service, role.value), turn_plan.decisions[role]
+            DESIRED_REPLICAS.labels(*pool).set(view.desired[role])
+            READY_REPLICAS.labels(*pool).set(len(view.serving(role)))
+            ACCELERATORS.labels(*pool).set(pool_accelerators(view, role))
+            set_or_remove(COST_PER_HOUR, pool_cost_per_hour(view, role), *pool)
+            set_or_remove(RECOMMENDED_REPLICAS, decision.recommendation, *pool)
             now = (decision.to, decision.reason, decision.limited_by)
             before, self._counted[role] = self._counted.get(role), now
+            if before is not None and before[2] not in (None, decision.limited_by):
+                SCALE_LIMITED.remove(*pool, before[2])
+            if decision.limited_by is not None:
+                SCALE_LIMITED.labels(*pool, decision.limited_by).set(1)
             changed = changed or before != now
             if before is not None and before[0] != decision.to:
-                SCALE_DECISIONS.labels(**labels, reason=decision.reason).inc()
+                SCALE_DECISIONS.labels(*pool, decision.reason).inc()
+        targets = view.policy.ttft_seconds
+        for modality in ("text", "image", "video"):
+            set_or_remove(TTFT_TARGET, targets.get(modality), *service, modality)
+        set_or_remove(ITL_TARGET, view.policy.itl_seconds, *service)
         if changed:
             self._log(view, turn_plan)
 

@@ -127,13 +127,19 @@ def pool_status(view: StatusInputs, role: Role, previous: Manifest) -> dict[str,
 
 def cost_per_hour(view: StatusInputs) -> float | None:
     """Return the cost of all pods of the pools per hour; None if no variant has a known cost."""
-    total, known = 0.0, False
-    for role, pool in view.policy.pools.items():
-        for variant in pool.variants:
-            if variant.cost_per_hour is not None:
-                known = True
-                total += variant.cost_per_hour * len(_pods(view, role, variant.name))
-    return total if known else None
+    costs = [pool_cost_per_hour(view, role) for role in view.policy.pools]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known else None
+
+
+def pool_cost_per_hour(view: StatusInputs, role: Role) -> float | None:
+    """Return the cost of a pool's pods per hour; None if no variant has a known cost."""
+    costs = [
+        variant.cost_per_hour * len(_pods(view, role, variant.name))
+        for variant in view.policy.pools[role].variants
+        if variant.cost_per_hour is not None
+    ]
+    return sum(costs) if costs else None
 
 
 def load(view: StatusInputs, role: Role) -> dict[str, int] | None:
@@ -294,18 +300,20 @@ def _cost(view: StatusInputs) -> dict[str, str] | None:
 
 
 def _accelerators(view: StatusInputs) -> dict[str, int]:
-    """Return the accelerators of scheduled pods, by their variants' limits."""
-    total, classes = 0, view.observed.node_classes
-    for role, pool in view.service.spec.pools.present.items():
-        devices = {}
-        for variant in pool.variants:
-            reference = variant.node_class_ref
-            node_class = classes.get(reference.name) if reference else None
-            resource = node_class.accelerator if node_class else None
-            devices[variant.name] = variant.accelerators(resource)
-        total += sum(devices.get(pod.variant, 0) for pod in view.observed.of(role) if pod.scheduled)
+    total = sum(pool_accelerators(view, role) for role in view.service.spec.pools.present)
     limit = view.policy.budget.accelerators
     return {"inUse": total} if limit is None else {"inUse": total, "limit": limit}
+
+
+def pool_accelerators(view: StatusInputs, role: Role) -> int:
+    """Return the accelerators of a pool's scheduled pods, by their variants' limits."""
+    devices = {}
+    for variant in view.service.spec.pools.present[role].variants:
+        reference = variant.node_class_ref
+        node_class = view.observed.node_classes.get(reference.name) if reference else None
+        resource = node_class.accelerator if node_class else None
+        devices[variant.name] = variant.accelerators(resource)
+    return sum(devices.get(pod.variant, 0) for pod in view.observed.of(role) if pod.scheduled)
 
 
 def _summary(view: StatusInputs) -> dict[str, str]:

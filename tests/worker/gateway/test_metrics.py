@@ -8,7 +8,7 @@ import random
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.gateway.metrics import OUTCOMES, GatewayMetrics
 from vlm_worker.types import STAGES, Modality
 
 SHARES = dict.fromkeys(STAGES, 0.01)
@@ -111,3 +111,13 @@ def test_hostile_requests_make_no_series() -> None:
     print(f"series after 300 and 3,000 requests: {few}, {many}")
     assert many <= few + 60  # the edges of another goal
     assert many <= 500
+
+
+def test_counts_of_requests_start_at_zero_so_that_rates_have_the_first_request() -> None:
+    found = samples(GatewayMetrics())
+    for outcome in OUTCOMES:
+        assert found["triptych_requests_total", (("outcome", outcome),)] == 0
+    for modality in Modality:
+        for slo in ("met", "missed"):
+            labels = (("modality", modality.value), ("slo", slo))
+            assert found["triptych_slo_requests_total", labels] == 0

@@ -24,6 +24,7 @@ from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
 from vlm_worker.metrics import COUNTER, GAUGE, SECONDS_BUCKETS, STAGE_BUCKETS, Metric, families
 from vlm_worker.types import STAGES, Modality
 
+OUTCOMES: Final = ("ok", "invalid", "rejected", "cancelled", "error")
 VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -41,7 +42,7 @@ class GatewayMetrics:
         self.num_images = 0
         self.num_visual_tokens = 0
         self.memory = memory or MemoryBudget(0)
-        self.outcomes: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.refusals = Counter(dict.fromkeys(Bound, 0))
         self._num_image_requests = 0
         self._rates = Rates(now)
@@ -136,7 +137,11 @@ class GatewayMetrics:
         )
 
     def stages(self) -> Iterable[Family]:
-        """The metrics by stage and by whether the target was met, of modalities with requests."""
+        """The metrics by stage and by whether the target was met.
+
+        Stages are those of modalities with requests. The counts of requests start at 0, so that
+        their rates include the first request.
+        """
         histogram = HistogramMetricFamily(
             metrics.STAGE_SECONDS,
             "Time of each stage within the time to first token.",
@@ -154,8 +159,8 @@ class GatewayMetrics:
         )
         for modality, summary in self.ttft.items():
             for slo, count in summary.num_requests.items():
+                requests.add_metric([slo, modality], count)
                 if count:
-                    requests.add_metric([slo, modality], count)
                     for stage, sums in summary.stages.items():
                         seconds.add_metric([stage, slo, modality], sums[slo])
             if any(summary.num_requests.values()):

@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from vlm_worker import metrics
+from vlm_worker.core.measurements import BusyTime, WorkKind
 from vlm_worker.core.process_memory import HOST_MEMORY_METRICS
 from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
@@ -136,9 +137,13 @@ PROCESS_METRICS: Final[tuple[Metric[WorkerState], ...]] = (
 """Metrics that exist before the model is loaded."""
 
 LEASE_STATES: Final = ("held", "reserved", "quarantined")
+IDLE: Final = BusyTime()
 
 SNAPSHOT_METRICS: Final[tuple[Metric[Snapshot], ...]] = (
     Metric(metrics.INFLIGHT, GAUGE, "Requests in flight.", lambda s: s.engine.inflight),
+    Metric("triptych_busy_seconds_total", COUNTER, "Time in which the device computed, by work.",
+           lambda s: {kind.value: s.engine.busy.get(kind, IDLE).seconds for kind in WorkKind},
+           label="kind"),
     Metric("triptych_batch_occupancy", GAUGE, "Running sequences divided by their maximum.",
            lambda s: s.engine.num_running / max(s.engine.queue.running_limit, 1)),
     Metric("triptych_queue_requests", GAUGE, "Waiting sequences.",
