@@ -63,11 +63,13 @@ bench-peers: $(ENV)  ## ours against transformers, OpenVINO GenAI, llama.cpp and
 fmt: $(ENV)  ## format and sort imports
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix --select I .
 
-.PHONY: crds proto generate
+.PHONY: crds proto boards generate
 crds: $(ENV)  ## crds/, the chart's copy, install.yaml and docs/api.md from the Python models
 	@tools/generated.sh crds
 proto: $(ENV)  ## worker/vlm_worker/pb from worker/proto
 	@tools/generated.sh proto
+boards: $(ENV)  ## helm/triptych/boards from tools/boards
+	@tools/generated.sh boards
 generate: $(ENV)  ## all generated files
 	@tools/generated.sh
 

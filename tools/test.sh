@@ -5,8 +5,8 @@
 # says what it is, how long it took and what it skipped; a failure does not hide later ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-marks='not full and not nodes' examples=ci  # the same examples each time
-[ "${1:-}" != --full ] || { marks='not nodes'; examples=default; }  # new ones each time
+marks='not full and not nodes' examples=ci full=  # the same examples each time
+[ "${1:-}" != --full ] || { marks='not nodes'; examples=default; full=1; }  # new ones each time
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 COMPUTING=(tests/operator/{autoscale,simulate,reconcile,status})
 start=$SECONDS
@@ -28,6 +28,10 @@ computing() {  # a test gets little processor time for a while, and so more time
 
 printf '\n\033[1m== control plane\033[0m (built once, about 5 minutes, then cached)\n'
 .venv/bin/python -m vlm_local.build || { echo "the control plane could not be built; see above"; exit 1; }
+if [ -n "$full" ]; then  # without them, make test skips what needs them
+  printf '\n\033[1m== prometheus\033[0m (built once, about 5 minutes, then cached)\n'
+  PYTHONPATH=operator .venv/bin/python tools/prometheus.py || exit 1
+fi
 .venv/bin/python -c 'from vlm_kernels.cpu import native; native.library()'  # compiled once, then cached
 
 set -m  # a process group of its own, which ends with this script
@@ -36,7 +40,7 @@ beside=$!
 set +m
 suite worker    tests/worker tests/examples
 suite operator  tests/operator tests/helm "${COMPUTING[@]/#/--ignore=}"
-suite contracts tests/contracts tests/bench
+suite contracts tests/contracts tests/bench tests/monitoring
 suite e2e       e2e
 wait
 cat "$results/output"
