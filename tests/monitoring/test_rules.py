@@ -1,6 +1,7 @@
 """promtool accepts the rules; each alert fires when it should, and only then."""
 
 import copy
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def test_promtool_finds_no_fault_in_rules_and_templates(
 ) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump(rules))
-    command = [promtool, "check", "rules", "--lint=all", "--lint-fatal", file]
+    command = [str(promtool), "check", "rules", "--lint=all", "--lint-fatal", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     number = sum(len(group["rules"]) for group in rules["groups"])
@@ -49,4 +50,16 @@ def test_rules_record_and_alerts_fire_as_their_cases_say(
     done = subprocess.run(
         [promtool, "test", "rules", cases], capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_scrape_configuration_of_the_page(
+    promtool: Path, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
+    (text,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", page, re.DOTALL)
+    file = tmp_path / "prometheus.yaml"
+    file.write_text(text)
+    command = [str(promtool), "check", "config", "--syntax-only", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
