@@ -63,3 +63,21 @@ def test_promtool_accepts_the_scrape_configuration_of_the_page(
     command = [str(promtool), "check", "config", "--syntax-only", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_parses_every_expression_of_a_board(
+    boards: dict[str, dict[str, Any]], promtool: Path, tmp_path: Path
+) -> None:
+    found = [
+        target["expr"].replace("$__rate_interval", "5m")
+        for board in boards.values()
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+    ]
+    found += [item["expr"] for item in boards["service"]["annotations"]["list"]]
+    rules = [{"record": f"board:{number}", "expr": text} for number, text in enumerate(found)]
+    file = tmp_path / "boards.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "boards", "rules": rules}]}))
+    command = [str(promtool), "check", "rules", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
