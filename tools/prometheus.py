@@ -1,6 +1,6 @@
 """Finds promtool and prometheus in the cache, or builds them with Go.
 
-prometheus.py   builds both if they are missing: 8 minutes of one processor, a large download
+prometheus.py   builds both if they are missing: 18 minutes of processor time, 200 MB downloaded
 
     cache/prometheus/<key>/{promtool,prometheus}   key = digest of go.mod, go.sum and tags
 

@@ -29,7 +29,7 @@ computing() {  # a test gets little processor time for a while, and so more time
 printf '\n\033[1m== control plane\033[0m (built once, about 5 minutes, then cached)\n'
 .venv/bin/python -m vlm_local.build || { echo "the control plane could not be built; see above"; exit 1; }
 if [ -n "$full" ]; then  # without them, make test skips what needs them
-  printf '\n\033[1m== prometheus\033[0m (built once, about 5 minutes, then cached)\n'
+  printf '\n\033[1m== prometheus\033[0m (built once, about 10 minutes, then cached)\n'
   PYTHONPATH=operator .venv/bin/python tools/prometheus.py || exit 1
 fi
 .venv/bin/python -c 'from vlm_kernels.cpu import native; native.library()'  # compiled once, then cached
