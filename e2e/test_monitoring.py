@@ -143,12 +143,14 @@ async def test_every_panel_has_data_and_every_rule_is_evaluated(
     operator: ControlPlane, tmp_path: Path, rule_file: Path
 ) -> None:
     classes, service = manifests()
-    for item in classes:
-        operator.kubectl("apply", "-f", "-", stdin=json.dumps(item))
     with (
+        contextlib.ExitStack() as at_the_end,
         started(operator, tmp_path, rule_file) as (process, log),
         place(operator, NAMESPACE, MODEL),
     ):
+        for item in classes:
+            operator.kubectl("apply", "-f", "-", stdin=json.dumps(item))
+            at_the_end.callback(operator.kubectl, "delete", "vlmnc", item["metadata"]["name"])
         monitor = await listening(process, log)
         async with operator.client() as api:
             served = Served(operator, api, NAMESPACE, NAME)
@@ -163,8 +165,6 @@ async def test_every_panel_has_data_and_every_rule_is_evaluated(
             rules = [rule for group in groups for rule in group["rules"]]
             assert len(rules) > 20
             assert not [rule["lastError"] for rule in rules if rule["health"] != "ok"]
-    for item in classes:
-        operator.kubectl("delete", "vlmnc", item["metadata"]["name"])
 
 
 async def _all_panels_have_data(served: Served, monitor: Prometheus) -> None:
@@ -181,4 +181,4 @@ async def _all_panels_have_data(served: Served, monitor: Prometheus) -> None:
 
     with contextlib.suppress(TimeoutError):
         await until(complete, seconds=PATIENCE_SECONDS, awaited="data in each panel", every=1.0)
-    assert not missing
+    assert not missing, "\n".join(f"{where}: {text}" for where, text in missing.items())

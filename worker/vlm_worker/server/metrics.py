@@ -31,6 +31,7 @@ from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.state import CallOutcome, Snapshot, WorkerState, growth_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+MEDIA_PARTS: Final = ("queue", "decode", "prepare", "key")
 
 
 class WorkerMetrics:
@@ -63,6 +64,9 @@ class WorkerMetrics:
         self._media_failures = self._counter(
             "triptych_media_failures_total", "Images that could not be used.", "reason"
         )
+        # a rate does not contain the first increment of a series that did not exist
+        for part in MEDIA_PARTS:
+            self._media_seconds.labels(part)
         for code in REFUSALS:
             self._media_failures.labels(code)
 
@@ -72,7 +76,7 @@ class WorkerMetrics:
         self._bytes[transfer.kind].inc(transfer.num_bytes)
 
     def image_prepared(self, times: MediaTimes) -> None:
-        for part in ("queue", "decode", "prepare", "key"):
+        for part in MEDIA_PARTS:
             self._media_seconds.labels(part).observe(getattr(times, part))
 
     def image_refused(self, code: str) -> None:
