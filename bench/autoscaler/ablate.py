@@ -121,7 +121,7 @@ ROWS: Mapping[str, Row] = {
     "falling": Row("shrinks while the need falls", functions={"pace:CALM_SHARE": 1.0}),
     "shared-exhaustion": Row(
         "pools of a node class share nothing",
-        functions={"decide:_nodes_lacking": _always({})},
+        functions={"decide:_share_exhausted": _first},
     ),
     "correction": Row("predictions are not corrected", functions={"estimate:corrected": _first}),
 }

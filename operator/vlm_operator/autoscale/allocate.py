@@ -1,24 +1,24 @@
-"""All pools together: the cheapest mix that meets every goal, within ratios and the budget.
+"""Chooses the replicas of all pools: the cheapest mix of variants within ratios and the budget.
 
-bounds ─▶ solve ─▶ grow for a ratio ─▶ drop ratios ─▶ split the budget ─▶ fit_devices ─▶ replicas
-          exact    if solve found nothing             fill                at this instant
+ReplicaBounds of each pool ─▶ Problem ─▶ solve ─▶ target ─▶ _admit ─▶ replicas of this tick
 
-A device is free when the pod on it is gone, not when it was told to go: what shrinks goes first,
-and growth is admitted as far as pods that hold devices now, draining ones included, leave room.
-A pool stays at its minimum while another node type takes the place of what goes: pods on a node
-stay for it first; those that wait in vain for one stay where growth has left the minimum unmet.
+If the program has no solution, pools may grow for the sake of a ratio. If that does not suffice,
+ratios are dropped, and then `fill` shares the budget.
+
+The target ignores pods that drain. `_admit` grows only into devices that no pod holds, and keeps a
+replica of a pool at its minimum until its replacement is admitted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from vlm_operator.autoscale.bounds import PoolContext, ReplicaBounds
+from vlm_operator.autoscale.bounds import ReplicaBounds
 from vlm_operator.autoscale.capacity import startup_seconds
 from vlm_operator.autoscale.outcome import Bound
-from vlm_operator.autoscale.policy import Budget, VariantPolicy
+from vlm_operator.autoscale.policy import Budget, ServicePolicy, VariantPolicy
 from vlm_operator.autoscale.solve import (
     MICROS,
     Choice,
@@ -31,350 +31,257 @@ from vlm_operator.autoscale.solve import (
 from vlm_operator.names import Role
 
 WEIGHTS = {Role.DECODE: 3.0, Role.PREFILL: 2.0, Role.ENCODER: 1.0}
+Bounds = Mapping[Role, ReplicaBounds]
+Counts = dict[Role, dict[str, int]]  # replicas by role and variant
 
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """One pool's part of the solution.
+    """The replicas of one pool.
 
     Attributes:
-        variants: replicas now.
-        wanted: replicas once devices are free.
-        limited_by: what kept it from its need, None where it is met.
+        variants: replicas of this tick, by variant.
+        target: replicas when draining pods have released their devices.
+        limited_by: the bound that keeps the pool from its need; None if it is met.
     """
 
     variants: Mapping[str, int]
-    wanted: int
+    target: int
     limited_by: Bound | None
 
     @property
     def replicas(self) -> int:
-        """All of them."""
+        """Replicas of this tick."""
         return sum(self.variants.values())
 
 
-def allocate(
-    contexts: Mapping[Role, PoolContext], bounds_by_role: Mapping[Role, ReplicaBounds]
-) -> dict[Role, Allocation]:
-    """Choose every pool's replicas by node type."""
-    if not contexts:
+def allocate(policy: ServicePolicy, bounds: Bounds) -> dict[Role, Allocation]:
+    """Choose the replicas of every pool, by variant."""
+    if not bounds:
         return {}
-    service = next(iter(contexts.values())).service
-    budget = service.budget
-    reason = unreadable(contexts)
-    if reason:
-        bounds_by_role = {
-            role: _frozen(contexts[role], bounds) for role, bounds in bounds_by_role.items()
-        }
+    budget = policy.budget
+    if budget.unreadable:
+        bounds = {role: _without_growth(item) for role, item in bounds.items()}
         budget = Budget()
-    pools = tuple(_problem(contexts[role], bounds_by_role[role]) for role in contexts)
+    cost = budget.cost_per_hour
     problem = Problem(
-        pools,
-        service.pool_ratios,
+        tuple(_pool_problem(item) for item in bounds.values()),
+        policy.pool_ratios,
         budget.accelerators,
-        None if budget.cost_per_hour is None else math.floor(budget.cost_per_hour * MICROS + 0.5),
+        None if cost is None else math.floor(cost * MICROS + 0.5),
     )
-    counts, bound = _solved(problem, contexts, bounds_by_role)
-    wanted = {
-        pool.role: dict(zip((item.name for item in pool.choices), counts[pool.role], strict=True))
-        for pool in pools
+    counts, given_up = _solve(problem, bounds)
+    target = {
+        pool.role: dict(zip((c.name for c in pool.choices), counts[pool.role], strict=True))
+        for pool in problem.pools
     }
-    _keep_waiting(contexts, bounds_by_role, wanted, problem)
-    counts = {role: tuple(found.values()) for role, found in wanted.items()}
-    admitted = fit_devices(contexts, bounds_by_role, wanted, problem)
+    _keep_pending(problem, bounds, target)
+    admitted = _admit(problem, bounds, target)
     return {
         pool.role: Allocation(
             variants=admitted[pool.role],
-            wanted=sum(wanted[pool.role].values()),
-            limited_by=Bound.BUDGET_UNREADABLE
-            if reason
-            and pool.units(counts[pool.role]) < _thousandths(bounds_by_role[pool.role].need)
-            else _limit(
-                contexts[pool.role], bounds_by_role[pool.role], pool, counts[pool.role], bound
-            ),
+            target=sum(target[pool.role].values()),
+            limited_by=_limit(pool, bounds[pool.role], target[pool.role], given_up=given_up),
         )
-        for pool in pools
+        for pool in problem.pools
     }
 
 
-def unreadable(contexts: Mapping[Role, PoolContext]) -> str:
-    """Why the budget cannot be kept, "" where it can or there is none."""
-    service = next(iter(contexts.values())).service
-    if service.budget.unreadable:
-        return service.budget.unreadable
-    if service.budget.cost_per_hour is None:
-        return ""
-    unknown = [
-        f"{role}/{item.name}"
-        for role, context in contexts.items()
-        for item in context.policy.variants
-        if item.cost_per_hour is None
-    ]
-    return f"nobody says what {', '.join(unknown)} costs" if unknown else ""
-
-
-def _solved(
-    problem: Problem,
-    contexts: Mapping[Role, PoolContext],
-    bounds_by_role: Mapping[Role, ReplicaBounds],
-) -> tuple[dict[Role, Vector], Bound | None]:
-    """The counts, and what had to be given up for them."""
-    found = solve(problem)
-    if found is not None:
-        return found, None
-    if problem.ratios:
-        pools = tuple(
-            _problem(contexts[pool.role], _widened(contexts[pool.role], bounds_by_role[pool.role]))
-            for pool in problem.pools
-        )
-        found = solve(dataclasses.replace(problem, pools=pools))
-        if found is not None:
-            return found, Bound.POOL_RATIO
-        found = solve(dataclasses.replace(problem, ratios=()))
-        if found is not None:
-            return found, Bound.POOL_RATIO
-    return fill(problem), Bound.BUDGET
-
-
-def _widened(context: PoolContext, bounds: ReplicaBounds) -> ReplicaBounds:
-    """The same goal, with leave to grow for the sake of a ratio."""
-    if bounds.spare <= 0 or context.before == 0:
+def _without_growth(bounds: ReplicaBounds) -> ReplicaBounds:
+    """The same bounds without growth beyond minReplicas, for a budget that cannot be computed."""
+    context, before = bounds.context, bounds.context.before
+    if context.pool.replicas is None or bounds.most <= max(before, context.policy.minimum):
         return bounds
-    return dataclasses.replace(
-        bounds, most=max(bounds.most, context.before + bounds.spare), upper=bounds.caps
-    )
-
-
-def _frozen(context: PoolContext, bounds: ReplicaBounds) -> ReplicaBounds:
-    """The same goal without growth; what the manifest asks for at least is none."""
-    if context.pool.replicas is None or bounds.most <= max(context.before, context.policy.minimum):
-        return bounds
-    standing = context.capacity.standing
     return dataclasses.replace(
         bounds,
-        least=min(bounds.least, context.before),
-        most=min(bounds.most, context.before),
-        upper={name: max(standing[name], 0) for name in bounds.upper},
-        lower={name: min(count, standing[name]) for name, count in bounds.lower.items()},
+        least=min(bounds.least, before),
+        most=min(bounds.most, before),
+        upper=context.current,
+        lower={name: min(count, context.current[name]) for name, count in bounds.lower.items()},
         spare=0,
     )
 
 
-def _problem(context: PoolContext, bounds: ReplicaBounds) -> PoolProblem:
-    """One pool in integers; its need no more than its own bounds can give."""
-    constants, policy = context.service.constants, context.policy
-    priced = all(item.cost_per_hour is not None for item in policy.variants)
-    window = max(context.window, 1.0)  # a manifest may ask for none
+def _pool_problem(bounds: ReplicaBounds) -> PoolProblem:
+    """One pool in integers. Its need is at most what its own bounds allow."""
+    context = bounds.context
+    policy, need = context.policy, context.need
+    needed_now = bounds.need if need is None or bounds.held else min(need.units, bounds.need)
     pool = PoolProblem(
-        role=context.role,
+        role=policy.role,
         need=_thousandths(bounds.need),
-        core=_thousandths(_core(context, bounds)),
+        core=_thousandths(needed_now),
         least=bounds.least,
         most=bounds.most,
         floor=min(bounds.least, max(policy.minimum, policy.replicas)),
-        weight=WEIGHTS.get(context.role, 1.0) if policy.priority is None else policy.priority + 1.0,
-        choices=tuple(
-            _choice(
-                item,
-                least=bounds.lower[item.name],
-                most=bounds.upper[item.name],
-                standing=context.capacity.standing[item.name],
-                overdue=context.capacity.overdue.get(item.name, 0),
-                start=startup_seconds(context.role, item, context.estimate, constants) / window,
-                priced=priced,
-                risk=constants.spot_risk,
-            )
-            for item in policy.variants
-        ),
+        weight=WEIGHTS.get(policy.role, 1.0) if policy.priority is None else policy.priority + 1.0,
+        choices=tuple(_choice(bounds, item) for item in policy.variants),
     )
     reach = fill(Problem((pool,)))[pool.role]
     return dataclasses.replace(pool, need=min(pool.need, pool.units(reach)))
 
 
-def _core(context: PoolContext, bounds: ReplicaBounds) -> float:
-    """Units that are needed now, of those that the goal keeps."""
-    need = context.need
-    return bounds.need if need is None or bounds.held else min(need.units, bounds.need)
-
-
-def _choice(
-    item: VariantPolicy,
-    *,
-    least: int,
-    most: int,
-    standing: int,
-    overdue: int,
-    start: float,
-    priced: bool,
-    risk: float,
-) -> Choice:
-    cost = round((item.cost_per_hour or 0.0) * MICROS)
-    price = round(cost * (1 + risk if item.spot else 1)) if priced else round(MICROS)
+def _choice(bounds: ReplicaBounds, variant: VariantPolicy) -> Choice:
+    context, name = bounds.context, variant.name
+    constants = context.service.constants
+    cost, price, start = _micros(variant), round(MICROS), 0
+    if all(item.cost_per_hour is not None for item in context.policy.variants):
+        price = round(cost * (1 + constants.spot_risk if variant.spot else 1))
+        seconds = startup_seconds(context.service, context.policy.role, name, context.estimate)
+        start = round(price * (seconds / max(context.window, 1.0)))
     return Choice(
-        name=item.name,
-        least=least,
-        most=most,
-        standing=standing,
-        speed=max(1, round(item.speed * 1000)),
+        name=name,
+        least=bounds.lower[name],
+        most=bounds.upper[name],
+        current=context.current[name],
+        speed=max(1, round(variant.speed * 1000)),
         cost=cost,
         price=price,
-        start=round(price * start) if priced else 0,
-        accelerators=item.accelerators,
-        preference=item.preference,
-        overdue=overdue,
+        start=start,
+        accelerators=variant.accelerators,
+        preference=variant.preference,
+        overdue=context.capacity.overdue[name],
     )
 
 
-def _keep_waiting(
-    contexts: Mapping[Role, PoolContext],
-    bounds_by_role: Mapping[Role, ReplicaBounds],
-    wanted: Mapping[Role, dict[str, int]],
-    problem: Problem,
-) -> None:
-    """Let pods wait on for a node of an exhausted type, where nothing takes their place."""
-    for role, counts in wanted.items():
-        capacity = contexts[role].capacity
-        for name, stuck in capacity.stuck.items():
-            lost = min(stuck, capacity.standing[name] - counts[name])
-            for _ in range(min(lost, bounds_by_role[role].least - sum(counts.values()))):
-                counts[name] += 1
-                if sum(counts.values()) <= contexts[role].policy.minimum:
-                    _give_up_growth(contexts, role, wanted, problem)
-                if not _affordable(problem, wanted):
-                    counts[name] -= 1
-                    break
-
-
-def _give_up_growth(
-    contexts: Mapping[Role, PoolContext],
-    role: Role,
-    wanted: Mapping[Role, dict[str, int]],
-    problem: Problem,
-) -> None:
-    """Take growth from the other pools until the budget allows the minimum of this one."""
-    for other, counts in wanted.items():
-        context = contexts[other]
-        floor = max(context.before, context.policy.minimum)
-        for name, standing in context.capacity.standing.items():
-            while (
-                other is not role
-                and counts[name] > standing
-                and sum(counts.values()) > floor
-                and not _affordable(problem, wanted)
-            ):
-                counts[name] -= 1
-
-
-def _affordable(problem: Problem, wanted: Mapping[Role, Mapping[str, int]]) -> bool:
-    """Whether the budget has room for all of it."""
-    chosen = [
-        (item, wanted[pool.role][item.name]) for pool in problem.pools for item in pool.choices
-    ]
-    accelerators = sum(item.accelerators * count for item, count in chosen)
-    cost = sum(item.cost * count for item, count in chosen)
-    return (problem.accelerators is None or accelerators <= problem.accelerators) and (
-        problem.cost is None or cost <= problem.cost
-    )
-
-
-def _limit(
-    context: PoolContext,
-    bounds: ReplicaBounds,
-    pool: PoolProblem,
-    counts: Vector,
-    bound: Bound | None,
-) -> Bound | None:
-    """What kept a pool from its goal."""
-    total = sum(counts)
-    if total < bounds.least or pool.units(counts) < pool.need:
-        return bound or Bound.CAPACITY
-    if bound is Bound.POOL_RATIO and total != context.before and bounds.most == context.before:
-        return Bound.POOL_RATIO
-    if pool.units(counts) >= _thousandths(bounds.need):
-        return bounds.limited_by
-    if total >= context.policy.maximum:
-        return Bound.MAX
-    return bounds.paced_by if total >= bounds.most else Bound.CAPACITY
+def _micros(variant: VariantPolicy) -> int:
+    return round((variant.cost_per_hour or 0.0) * MICROS)
 
 
 def _thousandths(units: float) -> int:
     return math.ceil(min(units, 1e9) * 1000 - 1e-3)
 
 
-def fit_devices(
-    contexts: Mapping[Role, PoolContext],
-    bounds_by_role: Mapping[Role, ReplicaBounds],
-    wanted: Mapping[Role, Mapping[str, int]],
-    problem: Problem,
-) -> dict[Role, dict[str, int]]:
-    """Grow only into devices that no pod holds at this instant."""
-    found = {
-        role: {
-            name: min(count, contexts[role].capacity.standing[name])
-            for name, count in counts.items()
-        }
-        for role, counts in wanted.items()
-    }
-    totals = {role: sum(counts.values()) for role, counts in wanted.items()}
-    for role, counts in found.items():
-        _keep_least(contexts[role], bounds_by_role[role], counts, totals[role], stuck=False)
-    held = _Held(contexts, problem)
-    for pool in sorted(problem.pools, key=lambda item: -item.weight):
-        counts = found[pool.role]
-        for name, count in wanted[pool.role].items():
-            while counts[name] < count and sum(counts.values()) < totals[pool.role]:
-                grown = {**counts, name: counts[name] + 1}
-                if not held.fits({**found, pool.role: grown}):
-                    break
-                counts[name] += 1
-        _keep_least(
-            contexts[pool.role], bounds_by_role[pool.role], counts, totals[pool.role], stuck=True
-        )
-    return found
+def _solve(problem: Problem, bounds: Bounds) -> tuple[dict[Role, Vector], Bound | None]:
+    """Return the counts of each pool, and the constraint that was given up for them."""
+    found = solve(problem)
+    if found is not None:
+        return found, None
+    if problem.ratios:
+        pools = tuple(_pool_problem(_with_spare(item)) for item in bounds.values())
+        found = solve(dataclasses.replace(problem, pools=pools))
+        if found is None:
+            found = solve(dataclasses.replace(problem, ratios=()))
+        if found is not None:
+            return found, Bound.POOL_RATIO
+    return fill(problem), Bound.BUDGET
 
 
-def _keep_least(
-    context: PoolContext, bounds: ReplicaBounds, counts: dict[str, int], total: int, *, stuck: bool
-) -> None:
-    """Give nothing up for another node type that would take a pool below its minimum meanwhile.
-
-    `stuck`: pods that wait in vain for a node stay for it, too.
-    """
-    floor = min(
-        total, context.before, bounds.least if bounds.held else max(context.policy.minimum, 0)
+def _with_spare(bounds: ReplicaBounds) -> ReplicaBounds:
+    """The same bounds with growth for the sake of a ratio."""
+    before = bounds.context.before
+    if bounds.spare <= 0 or before == 0:
+        return bounds
+    return dataclasses.replace(
+        bounds, most=max(bounds.most, before + bounds.spare), upper=bounds.caps
     )
-    for name, standing in context.capacity.standing.items():
-        most = standing if stuck else standing - context.capacity.stuck.get(name, 0)
-        added = max(0, min(floor - sum(counts.values()), most - counts[name]))
-        counts[name] += added
 
 
-class _Held:
-    """What all pools hold of the budget at the worst instant on the way to given replicas."""
+def _keep_pending(problem: Problem, bounds: Bounds, target: Counts) -> None:
+    """Put unschedulable replicas back into `target` if no other variant replaces them.
 
-    def __init__(self, contexts: Mapping[Role, PoolContext], problem: Problem) -> None:
-        self._cases = contexts
-        self._limits = (problem.accelerators, problem.cost)
-
-    def fits(self, targets: Mapping[Role, Mapping[str, int]]) -> bool:
-        """Whether the budget holds throughout."""
-        if self._limits == (None, None):
-            return True
-        accelerators, cost = 0, 0
-        for role, target in targets.items():
-            context = self._cases[role]
-            for name, count in context.capacity.held(target).items():
-                devices, price = _footprint(context.policy.variants, name)
-                accelerators += devices * count
-                cost += price * count
-        most_accelerators, most_cost = self._limits
-        return (most_accelerators is None or accelerators <= most_accelerators) and (
-            most_cost is None or cost <= most_cost
-        )
+    Their pods continue to wait for a node. If the pool is below its minimum without them, other
+    pools give up growth for them.
+    """
+    for role, counts in target.items():
+        context = bounds[role].context
+        for name, unschedulable in context.capacity.unschedulable.items():
+            removed = min(unschedulable, context.current[name] - counts[name])
+            for _ in range(min(removed, bounds[role].least - sum(counts.values()))):
+                counts[name] += 1
+                if sum(counts.values()) <= context.policy.minimum:
+                    _give_up_growth(problem, bounds, target, beneficiary=role)
+                if not _affordable(problem, target):
+                    counts[name] -= 1
+                    break
 
 
-def _footprint(variants: Sequence[VariantPolicy], name: str) -> tuple[int, int]:
-    """Devices and cost of one replica; of a variant that is no more, the most there is."""
-    known = [item for item in variants if item.name == name] or list(variants)
-    cost = max((item.cost_per_hour or 0.0 for item in known), default=0.0)
-    return max((item.accelerators for item in known), default=0), round(cost * MICROS)
+def _give_up_growth(problem: Problem, bounds: Bounds, target: Counts, *, beneficiary: Role) -> None:
+    """Remove growth of other pools from `target` until the budget allows it."""
+    for role, counts in target.items():
+        context = bounds[role].context
+        for name, current in context.current.items():
+            while (
+                role is not beneficiary
+                and counts[name] > current
+                and sum(counts.values()) > max(context.before, context.policy.minimum)
+                and not _affordable(problem, target)
+            ):
+                counts[name] -= 1
+
+
+def _affordable(problem: Problem, target: Counts) -> bool:
+    return problem.affords_counts({role: list(found.values()) for role, found in target.items()})
+
+
+def _admit(problem: Problem, bounds: Bounds, target: Counts) -> Counts:
+    """Return the part of the target that fits the budget beside the pods that hold devices now."""
+    admitted = {
+        role: {
+            name: min(count, bounds[role].context.current[name]) for name, count in found.items()
+        }
+        for role, found in target.items()
+    }
+    totals = {role: sum(found.values()) for role, found in target.items()}
+    for role, counts in admitted.items():
+        _keep_minimum(bounds[role], counts, totals[role], unschedulable=False)
+    for pool in sorted(problem.pools, key=lambda item: -item.weight):
+        role, counts = pool.role, admitted[pool.role]
+        for name, count in target[role].items():
+            while counts[name] < count and sum(counts.values()) < totals[role]:
+                counts[name] += 1
+                if not _devices_free(problem, bounds, admitted):
+                    counts[name] -= 1
+                    break
+        _keep_minimum(bounds[role], counts, totals[role], unschedulable=True)
+    return admitted
+
+
+def _keep_minimum(
+    bounds: ReplicaBounds, counts: dict[str, int], total: int, *, unschedulable: bool
+) -> None:
+    """Put current replicas back into `counts` that would leave the pool below its minimum.
+
+    Replicas with unschedulable pods are put back only if `unschedulable`.
+    """
+    context = bounds.context
+    floor = min(total, context.before, bounds.least if bounds.held else context.policy.minimum)
+    for name, current in context.current.items():
+        most = current if unschedulable else current - context.capacity.unschedulable[name]
+        counts[name] += max(0, min(floor - sum(counts.values()), most - counts[name]))
+
+
+def _devices_free(problem: Problem, bounds: Bounds, target: Counts) -> bool:
+    """Whether all pods on the way to `target`, draining ones included, fit the budget.
+
+    A pod of a variant that the manifest no longer has counts as the most expensive variant.
+    """
+    if problem.accelerators is None and problem.cost is None:
+        return True
+    accelerators = cost = 0
+    for role, counts in target.items():
+        variants = bounds[role].context.policy.variants
+        for name, pods in bounds[role].context.capacity.most_pods(counts).items():
+            known = [item for item in variants if item.name == name] or variants
+            accelerators += pods * max((item.accelerators for item in known), default=0)
+            cost += pods * max((_micros(item) for item in known), default=0)
+    return problem.affords(accelerators, cost)
+
+
+def _limit(
+    pool: PoolProblem, bounds: ReplicaBounds, target: Mapping[str, int], *, given_up: Bound | None
+) -> Bound | None:
+    """The bound that keeps a pool from its need; `given_up` is the constraint that was dropped."""
+    context, need = bounds.context, _thousandths(bounds.need)
+    total, units = sum(target.values()), pool.units(tuple(target.values()))
+    if context.service.budget.unreadable and units < need:
+        return Bound.BUDGET_UNREADABLE
+    if total < bounds.least or units < pool.need:
+        return given_up or Bound.CAPACITY
+    if given_up is Bound.POOL_RATIO and total != context.before == bounds.most:
+        return Bound.POOL_RATIO
+    if units >= need:
+        return bounds.limited_by
+    if total >= context.policy.maximum:
+        return Bound.MAX
+    return bounds.paced_by if total >= bounds.most else Bound.CAPACITY

@@ -1,38 +1,43 @@
-"""What a pool may become in this tick: bounds for the solver, and why they are so."""
+"""The inputs of one pool's decision, and the bounds that a rule sets on its replicas in this tick.
+
+ownership, pace ─▶ PoolContext.bounds(reason, message, …) ─▶ ReplicaBounds ─▶ allocate
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from vlm_operator.autoscale.capacity import PoolCapacity, startup_seconds
 from vlm_operator.autoscale.estimate import Estimate
-from vlm_operator.autoscale.history import ScalingHistory, ScalingMemory
+from vlm_operator.autoscale.history import ScalingHistory
 from vlm_operator.autoscale.outcome import Bound, Need, Reason
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.view import PoolView, View
-from vlm_operator.names import Role
 
-# Two capacities that differ by less are the same.
-EPSILON = 1e-6
+EPSILON = 1e-6  # units; smaller differences of capacity do not count
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaBounds:
-    """Bounds on one pool's replicas in this tick.
+    """Bounds on one pool's replicas in this tick, with the reason.
 
     Attributes:
-        least, most: replicas.
-        need: units of capacity that count, overdue pods apart; 0 where `least` says it all.
-        lower, upper: by variant.
-        caps: most of each variant, were the pool to grow.
-        paced_by: what keeps `most` below the need, where it does.
-        spare: replicas that may be added for the sake of a ratio to another pool.
-        claim: VLMPool follows the decision; else it is left to its owner.
+        context: inputs of the pool, with its history after this tick.
+        least, most: bounds on the sum over variants.
+        need: needed units of capacity; 0 if `least` alone decides.
+        lower, upper: bounds by variant.
+        caps: `upper` if the pool grows for the sake of a ratio.
+        limited_by: the bound that limits a pool that meets `need`.
+        paced_by: the bound that keeps `most` below the need.
+        spare: replicas that the pool may add for the sake of a ratio.
+        claim: the operator writes the decision to VLMPool.
         conflict, held: as in Decision.
     """
 
+    context: PoolContext
     least: int
     most: int
     need: float
@@ -51,7 +56,11 @@ class ReplicaBounds:
 
 @dataclasses.dataclass(frozen=True)
 class PoolContext:
-    """All inputs of one pool's bounds."""
+    """All inputs of one pool's decision.
+
+    Attributes:
+        strained_at: as in ScalingMemory.
+    """
 
     service: ServicePolicy
     policy: PoolPolicy
@@ -59,13 +68,8 @@ class PoolContext:
     pool: PoolView
     estimate: Estimate
     capacity: PoolCapacity
-    pace: ScalingHistory
-    memory: ScalingMemory
-
-    @property
-    def role(self) -> Role:
-        """The pool's."""
-        return self.policy.role
+    history: ScalingHistory
+    strained_at: float | None
 
     @property
     def now(self) -> float:
@@ -73,70 +77,79 @@ class PoolContext:
         return self.view.now
 
     @property
-    def need(self) -> Need | None:
-        """What the pool needs; None where that is not known, or no number."""
-        found = self.estimate.needs.get(self.role)
-        if found is None or not found.known:
-            return None
-        sane = all(math.isfinite(item) and item >= 0 for item in (found.units, found.least_units))
-        return found if sane else None
+    def current(self) -> Mapping[str, int]:
+        """Replicas of the last decision, by variant."""
+        return self.capacity.current
 
     @property
     def before(self) -> int:
-        """Replicas that stand."""
-        return self.capacity.replicas
+        """Replicas of the last decision."""
+        return sum(self.current.values())
+
+    @property
+    def need(self) -> Need | None:
+        """Need of the pool; None if it is unknown, or not a finite number of at least 0."""
+        found = self.estimate.needs.get(self.policy.role)
+        if found is None or not found.known:
+            return None
+        valid = all(math.isfinite(item) and item >= 0 for item in (found.units, found.least_units))
+        return found if valid else None
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Units of one replica by variant."""
+        """Units of one replica, by variant."""
         return {item.name: item.speed for item in self.policy.variants}
 
     @property
     def supply(self) -> float:
-        """Units that stand or start; pods that should have taken work long ago are none."""
+        """Units of the current replicas; overdue pods do not count."""
         return sum(
-            speed * (self.capacity.standing.get(name, 0) - self.capacity.overdue.get(name, 0))
+            speed * (self.current[name] - self.capacity.overdue[name])
             for name, speed in self.speeds.items()
         )
 
     @property
     def window(self) -> float:
-        """Seconds that less must have been enough before the pool shrinks."""
-        constants = self.service.constants
-        starts = [
-            startup_seconds(self.role, item, self.estimate, constants)
-            for item in self.policy.variants
-            if self.capacity.standing.get(item.name)
-        ]
-        longest = max(starts, default=0.0)
-        return max(self.policy.down_seconds, constants.window_starts * longest)
-
-    def caps(self, *, keep: bool = False) -> dict[str, int]:
-        """Most replicas of each variant: its own maximum, and none more of an exhausted one.
-
-        After its time without a try an exhausted type gets one pod, and no second one before that
-        one has its node: a whole pool does not wait for nodes that may still be lacking.
-        Pods that wait for a node of an exhausted type are given up only where another type takes
-        their place, and not while `keep`: they are what makes a cluster add nodes.
-        """
-        found = {}
-        tried = {name for name, item in self.pace.exhausted.items() if self.now < item.until}
-        most = max(self.policy.maximum, self.policy.replicas, self.before)
-        for item in self.policy.variants:
-            found[item.name] = most if item.max_replicas is None else item.max_replicas
-        for name in found.keys() & (self.pace.exhausted.keys() - tried):
-            probe = 0 if self.capacity.pending.get(name) else 1
-            found[name] = min(found[name], self.capacity.standing.get(name, 0) + probe)
-        others = sum(
-            max(0, cap - self.capacity.standing.get(name, 0))
-            for name, cap in found.items()
-            if name not in tried
+        """Seconds for which the need must stay lower before the pool shrinks."""
+        longest_start = max(
+            (
+                startup_seconds(self.service, self.policy.role, name, self.estimate)
+                for name, count in self.current.items()
+                if count
+            ),
+            default=0.0,
         )
-        for name in [item for item in found if item in tried]:
-            standing, stuck = self.capacity.standing.get(name, 0), self.capacity.stuck.get(name, 0)
-            given_up = 0 if keep else min(stuck, others)
-            others -= given_up
-            found[name] = min(found[name], standing - given_up)
+        window_starts = self.service.constants.window_starts
+        return max(self.policy.down_seconds, window_starts * longest_start)
+
+    def with_history(self, **changes: Any) -> PoolContext:
+        """Replace fields of the history."""
+        return dataclasses.replace(self, history=dataclasses.replace(self.history, **changes))
+
+    def caps(self, *, keep: bool) -> dict[str, int]:
+        """Most replicas by variant: its own maximum, and no more than now if it is exhausted.
+
+        After the wait an exhausted variant may get one pod, and the next one only when that pod has
+        its node. During the wait the variant loses its unschedulable pods, as far as other variants
+        can replace them. If `keep`, it loses none: pending pods make a cluster add nodes.
+        """
+        most = max(self.policy.maximum, self.policy.replicas, self.before)
+        found = {
+            item.name: most if item.max_replicas is None else item.max_replicas
+            for item in self.policy.variants
+        }
+        exhausted = self.history.exhausted
+        waiting = {name for name, item in exhausted.items() if self.now < item.until}
+        for name in found.keys() & (exhausted.keys() - waiting):
+            tries = 0 if self.capacity.pending[name] else 1
+            found[name] = min(found[name], self.current[name] + tries)
+        others = sum(
+            max(0, most - self.current[name]) for name, most in found.items() if name not in waiting
+        )
+        for name in [name for name in found if name in waiting]:
+            removed = 0 if keep else min(self.capacity.unschedulable[name], others)
+            others -= removed
+            found[name] = min(found[name], self.current[name] - removed)
         return found
 
     def bounds(
@@ -144,59 +157,40 @@ class PoolContext:
         reason: Reason,
         message: str,
         *,
+        replicas: int | None = None,
         grow: int = 0,
         shrink: int = 0,
         need: float | None = None,
-        limited_by: Bound | None = None,
-        held: bool = False,
-    ) -> ReplicaBounds:
-        """Let the pool grow or shrink by so many replicas, or stand as it is.
-
-        `need` is in units, None keeps what stands.
-        """
-        standing, caps = self.capacity.standing, self.caps(keep=held or shrink > 0)
-        lost = any(count > caps[name] for name, count in standing.items())
-        lower, upper = {}, {}
-        for name, count in standing.items():
-            upper[name] = caps[name] if (grow or lost) and not shrink else min(caps[name], count)
-            lower[name] = min(upper[name], count - min(shrink, count))
-        units = self.supply if need is None else need
-        return ReplicaBounds(
-            least=min(max(self.before - shrink, 0), sum(upper.values())),
-            most=self.before + grow,
-            need=units if grow else min(units, self.supply),
-            lower=lower,
-            upper=upper,
-            caps=caps,
-            reason=reason,
-            message=message,
-            limited_by=limited_by,
-            held=held,
-        )
-
-    def exactly(
-        self,
-        count: int,
-        reason: Reason,
-        message: str,
-        *,
         limited_by: Bound | None = None,
         claim: bool = True,
         conflict: bool = False,
         held: bool = False,
     ) -> ReplicaBounds:
-        """Let the pool have `count` replicas, whatever it needs."""
-        standing, caps = self.capacity.standing, self.caps(keep=held)
-        grows = count > sum(min(item, caps[name]) for name, item in standing.items())
+        """Set the bounds of this tick: a number, or a range around the current replicas.
+
+        `replicas` is the number; the need is then ignored. `grow` and `shrink` are replicas that
+        the pool may add or remove. `need` is in units; None is the current capacity. The other
+        arguments are fields of ReplicaBounds.
+        """
+        current, caps = self.current, self.caps(keep=held or shrink > 0)
+        least, most = self.before - shrink, self.before + grow
+        if replicas is not None:
+            least = most = replicas
+            need = 0.0
+        units = self.supply if need is None else need
+        available = sum(min(count, caps[name]) for name, count in current.items())
+        starts = most > available and not shrink  # new replicas, or replacements of removed ones
+        removable = 0 if starts else max(0, self.before - least)
         upper = {
-            name: caps[name] if grows else min(caps[name], standing[name]) for name in standing
+            name: caps[name] if starts else min(caps[name], count)
+            for name, count in current.items()
         }
-        lower = {name: min(upper[name], standing[name]) if grows else 0 for name in standing}
         return ReplicaBounds(
-            least=min(count, sum(upper.values())),
-            most=count,
-            need=0.0,
-            lower=lower,
+            context=self,
+            least=min(max(least, 0), sum(upper.values())),
+            most=most,
+            need=units if grow else min(units, self.supply),
+            lower={name: min(upper[name], max(0, current[name] - removable)) for name in upper},
             upper=upper,
             caps=caps,
             reason=reason,

@@ -1,7 +1,8 @@
-"""Counts a pool: decided replicas, pods that hold devices, pods that count as capacity.
+"""Counts the pods of a pool: which are capacity, which hold devices, which variants are exhausted.
 
-decided 3   ready ■  starting ■  pending □   draining ■          (a drain of an earlier decision)
-            └── capacity, unless it starts for too long ──┘       └── holds its devices, counts not
+phase      pending   starting   ready   draining
+capacity   yes       yes        yes     no            a pod that is late or tries an exhausted
+devices    yes       yes        yes     yes           variant is no capacity
 """
 
 from __future__ import annotations
@@ -11,74 +12,65 @@ from collections import Counter
 from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
-from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimate import Estimate
 from vlm_operator.autoscale.history import Exhausted, ScalingHistory
-from vlm_operator.autoscale.policy import PoolPolicy, VariantPolicy
+from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import MANAGER_AUTOSCALER, Role
 
-LONGEST_BACKOFF = 5  # doublings of the time without another try
+LONGEST_BACKOFF = 5  # doublings of the time until the next try
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolCapacity:
-    """One pool's replicas, by variant of its policy.
+    """One pool's replicas and pods, by variant. Each variant of the policy has an entry.
 
     Attributes:
-        standing: decided replicas.
-        pending: pods on no node.
-        overdue: pods that are in their phase of a start for too long, or that try a node type which
-            gave none lately: no capacity.
-        never_ready: uids of those of them that have never been ready.
-        stuck: those of them that are on no node.
-        draining, active, live: draining pods, all others, and what Deployments ask for; these know
-            variants that the policy has no longer, too.
+        current: replicas of the last decision.
+        pending: pods without a node.
+        unschedulable: pods that have been without a node for longer than their timeout.
+        overdue: pods that are no capacity: unschedulable ones, those that start for longer than
+            their timeout, and pending ones of an exhausted variant.
+        draining, active, live: draining pods, all other pods, and replicas that Deployments
+            request. They have no entries of 0, and include variants that the policy no longer has.
+        exhausted: only variants that provided no ready pod in time.
     """
 
-    standing: Mapping[str, int]
+    current: Mapping[str, int]
     pending: Mapping[str, int]
+    unschedulable: Mapping[str, int]
     overdue: Mapping[str, int]
-    never_ready: Mapping[str, tuple[str, ...]]
-    stuck: Mapping[str, int]
     draining: Mapping[str, int]
     active: Mapping[str, int]
     live: Mapping[str, int]
+    exhausted: Mapping[str, Exhausted]
 
-    @property
-    def replicas(self) -> int:
-        """All decided replicas."""
-        return sum(self.standing.values())
-
-    def held(self, target: Mapping[str, int]) -> dict[str, int]:
-        """Replicas by variant that hold devices on the way to `target`, at the worst instant."""
-        names = {*target, *self.draining, *self.active, *self.live}
+    def most_pods(self, target: Mapping[str, int]) -> dict[str, int]:
+        """Largest number of pods by variant that hold devices until the pool is at `target`."""
         return {
             name: max(
                 self.draining.get(name, 0) + max(target.get(name, 0), self.active.get(name, 0)),
                 self.live.get(name, 0),
             )
-            for name in sorted(names)
+            for name in sorted({*target, *self.draining, *self.active, *self.live})
         }
 
 
-def startup_seconds(
-    role: Role, variant: VariantPolicy, estimate: Estimate, constants: Constants
-) -> float:
-    """Seconds until a new pod takes work: measured, else expected, else the general guess."""
-    found = estimate.startup.get((role, variant.name), variant.startup_seconds)
-    return found if found is not None and 0 < found < float("inf") else constants.startup_seconds
+def startup_seconds(service: ServicePolicy, role: Role, variant: str, estimate: Estimate) -> float:
+    """Seconds until a new pod accepts work: as estimated; the constant if that is 0 or missing."""
+    return estimate.startup.get((role, variant)) or service.constants.startup_seconds
 
 
-def unschedulable_timeout(
-    role: Role, variant: VariantPolicy, estimate: Estimate, constants: Constants
+def start_timeouts(
+    service: ServicePolicy, role: Role, variant: str, estimate: Estimate
 ) -> tuple[float, float]:
-    """Seconds after which a pod is written off: since its creation without a node, then on it.
+    """Seconds after which a pod is late: without a node since its creation, and on its node.
 
-    Where no start has been timed by phase, either is given the time of a whole start.
+    Without measured phases both are the timeout of a whole start-up.
     """
-    whole = constants.write_off * startup_seconds(role, variant, estimate, constants)
-    phases = estimate.phases.get((role, variant.name))
+    constants = service.constants
+    whole = constants.write_off * startup_seconds(service, role, variant, estimate)
+    phases = estimate.phases.get((role, variant))
     if phases is None:
         return whole, whole
     unplaced = max(constants.pending_seconds, constants.write_off * phases.unplaced)
@@ -86,142 +78,105 @@ def unschedulable_timeout(
 
 
 def count_capacity(
-    policy: PoolPolicy,
+    service: ServicePolicy,
+    role: Role,
     pool: PoolView,
-    pace: ScalingHistory,
     estimate: Estimate,
-    constants: Constants,
+    history: ScalingHistory,
     *,
     now: float,
 ) -> PoolCapacity:
-    """Count a pool's replicas and pods."""
-    waits = {
-        item.name: unschedulable_timeout(policy.role, item, estimate, constants)
-        for item in policy.variants
-    }
-    stuck = [
-        pod
-        for pod in pool.of("pending")
-        if now - pod.created >= waits.get(pod.variant, (0.0, 0.0))[0]
-    ]
-    slow = [
-        pod
-        for pod in pool.of("starting")
-        if now - _began(pod) >= waits.get(pod.variant, (0.0, 0.0))[1]
-    ]
-    # a type that gave no node is tried with one pod, which is no capacity until it has its node
-    waiting = [pod for pod in pool.of("pending") if pod not in stuck]
-    tried = [pod for pod in waiting if pod.variant in pace.exhausted]
-    standing = _standing(policy, pool, pace)
+    """Count a pool's replicas and pods, and update which of its variants are exhausted.
 
-    def within(pods: list[PodView]) -> dict[str, int]:
-        counts = _count(pods)
-        return {name: min(counts[name], standing[name]) for name in standing if counts[name]}
-
+    A variant is exhausted if a pod of it is late and has never been ready. A pod that was ready
+    before does not count: its process or its node failed, and the next pod may start. Each failure
+    in a row doubles the wait. After it, one pod at a time tries the variant (`PoolContext.caps`).
+    """
+    current = _current(service.pools[role], pool, history)
+    pending, unschedulable, overdue, exhausted = {}, {}, {}, {}
+    for name, count in current.items():
+        known = history.exhausted.get(name)
+        without_node, on_node = start_timeouts(service, role, name, estimate)
+        own = [pod for pod in pool.pods if pod.variant == name]
+        waiting = [pod for pod in own if pod.phase == "pending"]
+        lost = [pod for pod in waiting if now - pod.created >= without_node]
+        starting = [pod for pod in own if pod.phase == "starting"]
+        slow = [pod for pod in starting if now - _loading_since(pod) >= on_node]
+        pending[name] = min(len(waiting), count)
+        unschedulable[name] = min(len(lost), count)
+        overdue[name] = min(len(lost if known is None else waiting) + len(slow), count)
+        late = tuple(pod.uid for pod in (*lost, *slow) if count and not pod.served)
+        if known is not None and any(_ends(pod, known) for pod in own):
+            known = None
+        if late and (known is None or known.until <= now):
+            times = 1 if known is None else known.times + 1
+            wait = service.constants.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
+            known = Exhausted(now, now + wait, times, nodes=bool(lost), late=late)
+        if known is not None:
+            exhausted[name] = known
     return PoolCapacity(
-        standing=standing,
-        pending=within(list(pool.of("pending"))),
-        overdue=within([*stuck, *slow, *tried]),
-        never_ready={
-            name: tuple(
-                pod.uid for pod in (*stuck, *slow) if pod.variant == name and not pod.served
-            )
-            for name, count in standing.items()
-            if count
-        },
-        stuck=within(stuck),
-        draining=_count(list(pool.of("draining"))),
-        active=_count([pod for pod in pool.pods if pod.phase != "draining"]),
-        live={name: count for name, count in pool.live.items() if count > 0},
+        current=current,
+        pending=pending,
+        unschedulable=unschedulable,
+        overdue=overdue,
+        draining=Counter(pod.variant for pod in pool.of("draining")),
+        active=Counter(pod.variant for pod in pool.pods if pod.phase != "draining"),
+        live={name: replicas for name, replicas in pool.live.items() if replicas > 0},
+        exhausted=exhausted,
     )
 
 
-def exhausted(
-    policy: PoolPolicy,
-    pool: PoolView,
-    capacity: PoolCapacity,
-    pace: ScalingHistory,
-    constants: Constants,
-    *,
-    now: float,
-) -> dict[str, Exhausted]:
-    """Which node types are not tried now, as remembered and as pods show it.
-
-    Each time in a row doubles the wait, after which one pod at a time tries the type
-    (`PoolContext.caps`); it is remembered until one comes. A pod that has become ready since then
-    ends it, and where nodes were lacking one that has got a node does. A pod that was ready
-    before says nothing about its node type: its process or its node
-    failed, and the next pod may well start.
-    """
-    found: dict[str, Exhausted] = {}
-    for item in policy.variants:
-        known = pace.exhausted.get(item.name)
-        own = [pod for pod in pool.pods if pod.variant == item.name]
-        if known is not None and any(_came(pod, known) for pod in own):
-            known = None
-        late = capacity.never_ready.get(item.name)
-        if late and (known is None or known.until <= now):
-            times = 1 if known is None else known.times + 1
-            wait = constants.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
-            lacking = bool(capacity.stuck.get(item.name))
-            known = Exhausted(since=now, until=now + wait, times=times, nodes=lacking, late=late)
-        if known is not None:
-            found[item.name] = known
-    return found
-
-
-def _came(pod: PodView, known: Exhausted) -> bool:
-    """Whether a pod shows that its node type gives again what it did not give."""
+def _ends(pod: PodView, known: Exhausted) -> bool:
+    """Whether a pod shows that its variant provides pods or nodes again."""
     if pod.phase == "ready":
-        became = max(pod.ready_since or 0.0, pod.became_ready or 0.0)
-        return pod.uid in known.late or became > known.since
+        became_ready = max(pod.ready_since or 0.0, pod.became_ready or 0.0)
+        return pod.uid in known.late or became_ready > known.since
     return known.nodes and (pod.scheduled_since or 0.0) > known.since
 
 
-def _began(pod: PodView) -> float:
-    """When the start of a pod on a node began: on the node, or after it was last ready."""
+def _loading_since(pod: PodView) -> float:
+    """When a starting pod got its node, or stopped being ready."""
     if pod.served and pod.unready_since is not None:
         return pod.unready_since
     return pod.created if pod.scheduled_since is None else pod.scheduled_since
 
 
-def _standing(policy: PoolPolicy, pool: PoolView, pace: ScalingHistory) -> dict[str, int]:
-    """Spread the number that stands over node types: as last decided, else as Deployments have it.
+def _current(policy: PoolPolicy, pool: PoolView, history: ScalingHistory) -> dict[str, int]:
+    """Split the pool's replicas over its variants: as last decided, else as Deployments have them.
 
-    Where neither adds up to it, the difference is taken from the dearest and given to the cheapest.
-    A number that somebody else wrote does not stand before it was decided to follow it.
+    If neither has the right sum, the most expensive variants lose replicas and the cheapest get
+    them. The total is VLMPool's number only in mode Auto without another writer. Another writer's
+    number becomes current with the decision that follows it.
     """
-    names = [item.name for item in policy.variants]
-    ours = policy.mode is ScalingMode.AUTO and pool.owner in (None, MANAGER_AUTOSCALER)
-    if ours and pool.replicas is not None:
+    decided = {item.name: history.standing.get(item.name, 0) for item in policy.variants}
+    own = policy.mode is ScalingMode.AUTO and pool.owner in (None, MANAGER_AUTOSCALER)
+    if own and pool.replicas is not None:
         total = max(0, pool.replicas)
     else:
-        total = sum(pace.standing.values()) or sum(pool.live.values())
-    decided = {name: pace.standing.get(name, 0) for name in names}
-    if sum(decided.values()) == total and sum(pace.standing.values()) == total:
+        total = sum(history.standing.values()) or sum(pool.live.values())
+    if sum(decided.values()) == total == sum(history.standing.values()):
         return decided
-    gone = _count(list(pool.of("draining")))
-    live = {name: max(0, pool.live.get(name, 0) - gone[name]) for name in names}
-    found = live if sum(live.values()) else decided
-    by_cost = sorted(policy.variants, key=lambda item: (_rate(item), -item.preference, item.name))
+    draining = Counter(pod.variant for pod in pool.of("draining"))
+    live = {name: max(0, pool.live.get(name, 0) - draining[name]) for name in decided}
+    found = live if any(live.values()) else decided
+    by_cost = sorted(
+        policy.variants,
+        key=lambda item: (
+            (item.cost_per_hour or 0.0) / max(item.speed, 1e-3),
+            -item.preference,
+            item.name,
+        ),
+    )
     missing = total - sum(found.values())
     for item in by_cost:
-        room = item.max_replicas if item.max_replicas is not None else max(total, 0)
-        added = max(0, min(missing, room - found[item.name]))
+        most = total if item.max_replicas is None else item.max_replicas
+        added = max(0, min(missing, most - found[item.name]))
         found[item.name] += added
         missing -= added
     for item in reversed(by_cost):
-        taken = min(max(0, -missing), found[item.name])
-        found[item.name] -= taken
-        missing += taken
+        removed = min(max(0, -missing), found[item.name])
+        found[item.name] -= removed
+        missing += removed
     if missing > 0 and by_cost:
         found[by_cost[0].name] += missing
     return found
-
-
-def _rate(item: VariantPolicy) -> float:
-    return (item.cost_per_hour or 0.0) / max(item.speed, 1e-3)
-
-
-def _count(pods: list[PodView]) -> Counter[str]:
-    return Counter(pod.variant for pod in pods)

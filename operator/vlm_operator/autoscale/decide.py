@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
-from vlm_operator.autoscale.allocate import Allocation, allocate, unreadable
+from vlm_operator.autoscale.allocate import Allocation, allocate
 from vlm_operator.autoscale.bounds import PoolContext, ReplicaBounds
-from vlm_operator.autoscale.capacity import count_capacity, exhausted
+from vlm_operator.autoscale.capacity import count_capacity
 from vlm_operator.autoscale.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.history import (
     KEPT_DECISIONS,
@@ -30,6 +30,8 @@ from vlm_operator.autoscale.pace import auto
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.view import PoolView, View
 from vlm_operator.names import Role
+
+_EMPTY_POOL = PoolView(replicas=None, owner=None, live={}, pods=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,282 +67,190 @@ def decide(policy: ServicePolicy, view: View, memory: Memory) -> Outcome:
     return Outcome(decisions, found, Memory(estimated, paced))
 
 
-_NOTHING = PoolView(replicas=None, owner=None, live={}, pods=())
-
-
 def decide_replicas(
     policy: ServicePolicy, view: View, estimate: Estimate, memory: ScalingMemory
 ) -> tuple[dict[Role, Decision], ScalingMemory]:
-    """Choose every pool's replicas.
-
-    Args:
-        policy: what the manifest says.
-        view: what was seen.
-        estimate: what each pool needs.
-        memory: what the last call returned.
+    """Choose the replicas of all pools from an estimate of their needs.
 
     Returns:
         A decision for every pool of the policy, and the memory for the next call.
     """
-    memory = dataclasses.replace(memory, strained_at=_strained(policy, view, estimate, memory))
+    strained_at = view.now if _close_to_target(policy, estimate) else memory.strained_at
     contexts = {
-        role: _case(policy, pool, view, estimate, memory) for role, pool in policy.pools.items()
+        role: _context(policy, pool, view, estimate, memory.pools.get(role), strained_at)
+        for role, pool in policy.pools.items()
     }
-    lacking, given = _nodes_lacking(contexts), _nodes_given(contexts)
-    contexts = {role: _told(context, lacking, given) for role, context in contexts.items()}
-    bounds_by_role: dict[Role, ReplicaBounds] = {}
-    paces: dict[Role, ScalingHistory] = {}
-    for role, context in contexts.items():
-        bounds_by_role[role], paces[role] = _replica_bounds(context)
-    allocations = allocate(contexts, bounds_by_role)
-    real, advice = bounds_by_role, allocations
+    bounds = {role: _bounds(item) for role, item in _share_exhausted(contexts).items()}
+    decisions = _decisions(policy, bounds)
     if policy.apply is AutoscalingPolicy.ADVISORY:
-        real = {
-            role: _unadvised(context, bounds_by_role[role]) for role, context in contexts.items()
+        held = {
+            role: off(item.context) if item.context.policy.mode is ScalingMode.AUTO else item
+            for role, item in bounds.items()
         }
-        allocations = allocate(contexts, real)
-    decisions = {}
-    for role, context in contexts.items():
-        now = dataclasses.replace(context, pace=paces[role])
-        decisions[role] = decision_of(now, real[role], allocations[role], contexts)
-        if real[role] is not bounds_by_role[role]:
-            told = decision_of(now, bounds_by_role[role], advice[role], contexts)
-            decisions[role] = advised(decisions[role], told)
-        paces[role] = _remember(now, decisions[role], memory.pools.get(role))
-    return decisions, dataclasses.replace(memory, pools=paces)
-
-
-def _nodes_lacking(contexts: Mapping[Role, PoolContext]) -> dict[str, Exhausted]:
-    """Node classes that a pool has found at this tick to give no node."""
-    return {
-        item.node_class: known
-        for context in contexts.values()
-        for item in context.policy.variants
-        if item.node_class is not None
-        and (known := context.pace.exhausted.get(item.name)) is not None
-        and known.nodes
-        and known.since == context.now
+        for role, actual in _decisions(policy, held).items():
+            advised = held[role] is not bounds[role]
+            decisions[role] = _advisory(actual, decisions[role]) if advised else actual
+    pools = {
+        role: _remember(item.context, decisions[role], memory.pools.get(role))
+        for role, item in bounds.items()
     }
+    return decisions, ScalingMemory(pools, strained_at)
 
 
-def _nodes_given(contexts: Mapping[Role, PoolContext]) -> dict[str, float]:
-    """When a pod of any pool last got a node, by node class."""
-    found: dict[str, float] = {}
-    for context in contexts.values():
-        classes = {item.name: item.node_class for item in context.policy.variants}
-        for pod in context.pool.pods:
-            name = classes.get(pod.variant)
-            if name is not None and pod.scheduled_since is not None:
-                found[name] = max(found.get(name, pod.scheduled_since), pod.scheduled_since)
-    return found
-
-
-def _told(
-    context: PoolContext, lacking: Mapping[str, Exhausted], given: Mapping[str, float]
-) -> PoolContext:
-    """The same pool, which need not wait in vain for nodes that another pool did not get.
-
-    What a pool knows from others alone (no pod of its own was late) ends when others get nodes.
-    """
-    known = dict(context.pace.exhausted)
-    for item in context.policy.variants:
-        name, own = item.node_class or "", known.get(item.name)
-        if own is None and name in lacking:
-            known[item.name] = dataclasses.replace(lacking[name], late=())
-        elif own is not None and not own.late and given.get(name, own.since) > own.since:
-            del known[item.name]
-    if known == context.pace.exhausted:
-        return context
-    return dataclasses.replace(context, pace=dataclasses.replace(context.pace, exhausted=known))
-
-
-def _strained(
-    policy: ServicePolicy, view: View, estimate: Estimate, memory: ScalingMemory
-) -> float | None:
-    """When a target was last closer than shrinking allows."""
-    constants = policy.constants
-    close = any(
+def _close_to_target(policy: ServicePolicy, estimate: Estimate) -> bool:
+    """Whether TTFT or ITL exceeds the share of its target that forbids to shrink."""
+    constants, itl = policy.constants, estimate.itl_p95_seconds
+    target = policy.itl_seconds
+    if itl is not None and target is not None and constants.itl_margin * target < itl < math.inf:
+        return True
+    return any(
         item.count > 0 and item.attainable and item.exceeds(constants.ttft_margin)
         for item in estimate.attributions
     )
-    itl = estimate.itl_p95_seconds
-    if itl is not None and policy.itl_seconds is not None and math.isfinite(itl):
-        close = close or itl > constants.itl_margin * policy.itl_seconds
-    return view.now if close else memory.strained_at
 
 
-def _case(
+def _context(
     service: ServicePolicy,
     policy: PoolPolicy,
     view: View,
     estimate: Estimate,
-    memory: ScalingMemory,
+    history: ScalingHistory | None,
+    strained_at: float | None,
 ) -> PoolContext:
-    pool = view.pools.get(policy.role, _NOTHING)
-    pace = memory.pools.get(policy.role)
-    if pace is None:
-        pace = ScalingHistory(since=view.now, mode=policy.mode)
-    elif pace.mode is not policy.mode:
-        # another owner knew nothing of windows: what stands is where a new one begins
-        pace = dataclasses.replace(
-            ScalingHistory(since=view.now, mode=policy.mode),
-            standing=pace.standing,
-            exhausted=pace.exhausted,
-            decisions=pace.decisions,
-            changes=pace.changes,
+    """Collect the inputs of one pool, with its history up to this tick."""
+    pool = view.pools.get(policy.role, _EMPTY_POOL)
+    if history is None:
+        history = ScalingHistory(since=view.now, mode=policy.mode)
+    elif history.mode is not policy.mode:
+        # the windows of the other mode do not count
+        history = ScalingHistory(
+            since=view.now,
+            mode=policy.mode,
+            standing=history.standing,
+            exhausted=history.exhausted,
+            decisions=history.decisions,
+            changes=history.changes,
         )
-    capacity = count_capacity(policy, pool, pace, estimate, service.constants, now=view.now)
-    pace = dataclasses.replace(
-        pace,
-        changes=_carried_out(pace, capacity.replicas),
-        exhausted=exhausted(policy, pool, capacity, pace, service.constants, now=view.now),
-    )
-    others = {**memory.pools, policy.role: pace}
-    return PoolContext(
-        service=service,
-        policy=policy,
-        view=view,
-        pool=pool,
-        estimate=estimate,
-        capacity=capacity,
-        pace=pace,
-        memory=dataclasses.replace(memory, pools=others),
-    )
+    capacity = count_capacity(service, policy.role, pool, estimate, history, now=view.now)
+    context = PoolContext(
+        service, policy, view, pool, estimate, capacity, history, strained_at
+    ).with_history(exhausted=capacity.exhausted)
+    changes = history.changes
+    if changes and changes[-1].before == context.before != changes[-1].to:
+        # the cluster does not have this change yet: it is decided again
+        context = context.with_history(changes=changes[:-1])
+    return context
 
 
-def _replica_bounds(context: PoolContext) -> tuple[ReplicaBounds, ScalingHistory]:
+def _share_exhausted(contexts: Mapping[Role, PoolContext]) -> dict[Role, PoolContext]:
+    """Let pools with the same node class share what one of them found at this tick.
+
+    If a pool did not get nodes, the variants of other pools with this class are exhausted, too.
+    This state (`late` is empty) ends when a pod of any pool gets a node of the class.
+    """
+    lacking: dict[str, Exhausted] = {}
+    provided: dict[str, float] = {}  # time at which a pod last got a node, by node class
+    for context in contexts.values():
+        classes = {item.name: item.node_class for item in context.policy.variants}
+        for name, known in context.history.exhausted.items():
+            node_class = classes[name]
+            if node_class is not None and known.nodes and known.since == context.now:
+                lacking[node_class] = known
+        for pod in context.pool.pods:
+            node_class = classes.get(pod.variant)
+            if node_class is not None and pod.scheduled_since is not None:
+                latest = provided.get(node_class, pod.scheduled_since)
+                provided[node_class] = max(latest, pod.scheduled_since)
+    shared = {}
+    for role, context in contexts.items():
+        exhausted = dict(context.history.exhausted)
+        for item in context.policy.variants:
+            node_class, own = item.node_class or "", exhausted.get(item.name)
+            if own is None and node_class in lacking:
+                exhausted[item.name] = dataclasses.replace(lacking[node_class], late=())
+            elif own and not own.late and provided.get(node_class, own.since) > own.since:
+                del exhausted[item.name]
+        shared[role] = context.with_history(exhausted=exhausted)
+    return shared
+
+
+def _bounds(context: PoolContext) -> ReplicaBounds:
     if context.policy.mode is ScalingMode.MANUAL:
-        return manual(context), context.pace
+        return manual(context)
     if context.policy.mode is ScalingMode.EXTERNAL:
-        return external(context), context.pace
+        return external(context)
     if context.service.apply is AutoscalingPolicy.OFF:
-        return off(context), context.pace
+        return off(context)
     return auto(context)
 
 
-def _unadvised(context: PoolContext, bounds: ReplicaBounds) -> ReplicaBounds:
-    """What a pool may become where advice is not followed."""
-    return off(context) if context.policy.mode is ScalingMode.AUTO else bounds
+def _decisions(policy: ServicePolicy, bounds: Mapping[Role, ReplicaBounds]) -> dict[Role, Decision]:
+    allocations = allocate(policy, bounds)
+    return {role: _decision(item, allocations[role]) for role, item in bounds.items()}
 
 
-def _carried_out(pace: ScalingHistory, before: int) -> tuple[Change, ...]:
-    """The changes that the cluster has seen: one that it has not is decided anew."""
-    if pace.changes and pace.changes[-1].before == before != pace.changes[-1].to:
-        return pace.changes[:-1]
-    return pace.changes
-
-
-def _remember(
-    context: PoolContext, decision: Decision, earlier: ScalingHistory | None
-) -> ScalingHistory:
-    """Note what was decided; the same decision again keeps the time of the first."""
-    pace = dataclasses.replace(context.pace, standing=dict(decision.variants))
-    if decision.before == decision.to:
-        return pace
-    known = earlier.changes if earlier is not None else ()
-    change = Change(context.now, decision.before, decision.to)
-    again = len(known) > len(context.pace.changes) and (known[-1].before, known[-1].to)
-    if again == (change.before, change.to):
-        return dataclasses.replace(pace, changes=known)
-    oldest = context.now - KEPT_SECONDS
-    recent = tuple(item for item in context.pace.changes if item.at > oldest)
-    return dataclasses.replace(
-        pace,
-        changes=(*recent, change),
-        decisions=(*pace.decisions, decision)[-KEPT_DECISIONS:],
-    )
-
-
-def decision_of(
-    context: PoolContext,
-    bounds: ReplicaBounds,
-    allocation: Allocation,
-    contexts: Mapping[Role, PoolContext],
-) -> Decision:
-    """Put together what was decided and why."""
-    variants, to = dict(allocation.variants), allocation.replicas
-    reason, limit = _reason(context, bounds, allocation), allocation.limited_by
-    if allocation.wanted > allocation.replicas:
-        limit = Bound.BUDGET
-    message = _message(context, bounds, allocation, reason, limit, contexts)
-    need = context.estimate.needs.get(context.role)
+def _decision(bounds: ReplicaBounds, allocation: Allocation) -> Decision:
+    context, to = bounds.context, allocation.replicas
+    reason = _reason(bounds, allocation)
+    limit = Bound.BUDGET if allocation.target > to else allocation.limited_by
+    need = context.estimate.needs.get(context.policy.role)
+    claim: int | None = to
+    if context.pool.replicas is not None:
+        # VLMPool gets the manifest's number, whatever the budget allows
+        number = context.policy.replicas if context.policy.mode is ScalingMode.MANUAL else to
+        claim = number if bounds.claim else None
     return Decision(
         time=context.now,
         before=context.before,
         to=to,
-        claim=_claim(context, bounds, to),
+        claim=claim,
         reason=reason.value,
-        message=message,
-        variants=variants,
+        message=_message(bounds, allocation, reason, limit),
+        variants=dict(allocation.variants),
         limited_by=None if limit is None else limit.value,
         candidates=() if need is None else need.candidates,
         recommendation=_recommendation(context),
-        shares=_shares(context),
-        cost_per_hour=_cost(context, variants),
+        shares=_shares(context.estimate),
+        cost_per_hour=_cost(context.policy, allocation.variants),
         conflict=bounds.conflict,
         held=bounds.held,
-        capacity=capacity(context),
+        capacity="; ".join(
+            f"{context.policy.role}: variant {name} {item.what}, not tried for "
+            f"{math.ceil((item.until - context.now) / 60)} min"
+            for name, item in sorted(context.history.exhausted.items())
+            if context.now < item.until
+        ),
     )
 
 
-def advised(real: Decision, advice: Decision) -> Decision:
-    """What is done where advice is only given: the reasons are the advice's."""
-    return dataclasses.replace(
-        advice,
-        to=real.to,
-        claim=real.claim,
-        variants=real.variants,
-        cost_per_hour=real.cost_per_hour,
-        recommendation=advice.to,
-        message=f"Advisory, would be {advice.to}: {advice.message}",
-    )
-
-
-def capacity(context: PoolContext) -> str:
-    """Which node types gave no node, "" where all did."""
-    tried = {
-        name: item for name, item in context.pace.exhausted.items() if context.now < item.until
-    }
-    return "; ".join(
-        f"{context.role}: variant {name} {item.what}, not tried for "
-        f"{math.ceil((item.until - context.now) / 60)} min"
-        for name, item in sorted(tried.items())
-    )
-
-
-def _reason(context: PoolContext, bounds: ReplicaBounds, allocation: Allocation) -> Reason:
-    """The goal's reason, unless the other pools or the budget made something else of it."""
-    to = allocation.replicas
-    grows = bounds.reason in (Reason.SCALE_UP, Reason.WAKE)
-    if allocation.wanted > to and to <= context.before:
+def _reason(bounds: ReplicaBounds, allocation: Allocation) -> Reason:
+    """The reason of the bounds, unless other pools, variants or the budget changed the result."""
+    context, to = bounds.context, allocation.replicas
+    before = context.before
+    if allocation.target > to and to <= before:
         return Reason.WAITING_FOR_DEVICES
-    if to < bounds.least and to < context.before:
+    if to < bounds.least and to < before:
         return Reason.BOUNDS
-    if to == context.before and allocation.variants != dict(context.capacity.standing):
+    if to == before and allocation.variants != context.current:
         return Reason.REPLACING
-    if to > context.before and bounds.most <= context.before:
-        return Reason.SCALE_UP
-    if grows and to <= context.before:
+    if to > before and bounds.most <= before:
+        return Reason.SCALE_UP  # for the sake of a ratio
+    if to <= before and bounds.reason in (Reason.SCALE_UP, Reason.WAKE):
         return Reason.STEADY
-    if bounds.reason in (Reason.SCALE_DOWN, Reason.IDLE) and to == context.before:
+    if to == before and bounds.reason in (Reason.SCALE_DOWN, Reason.IDLE):
         return Reason.STABILIZING
     return bounds.reason
 
 
 def _message(
-    context: PoolContext,
-    bounds: ReplicaBounds,
-    allocation: Allocation,
-    reason: Reason,
-    limit: Bound | None,
-    contexts: Mapping[Role, PoolContext],
+    bounds: ReplicaBounds, allocation: Allocation, reason: Reason, limit: Bound | None
 ) -> str:
-    budget = context.service.budget
+    budget = bounds.context.service.budget
     parts = [bounds.message]
     if limit is Bound.BUDGET_UNREADABLE:
-        parts.append(f"no growth, the budget cannot be established: {unreadable(contexts)}")
-    elif limit is Bound.BUDGET and allocation.wanted > allocation.replicas:
-        parts.append(f"{allocation.wanted} once pods that drain have given their devices back")
+        parts.append(f"no growth, the budget cannot be computed: {budget.unreadable}")
+    elif limit is Bound.BUDGET and allocation.target > allocation.replicas:
+        parts.append(f"{allocation.target} when draining pods have released their devices")
     elif limit is Bound.BUDGET:
         limits = []
         if budget.accelerators is not None:
@@ -349,49 +259,71 @@ def _message(
             limits.append(f"{budget.cost_per_hour:g} an hour")
         parts.append(f"the budget of {' and '.join(limits)} allows {allocation.replicas}")
     elif limit is Bound.POOL_RATIO:
-        parts.append("the ratio to another pool decides")
+        parts.append("spec.poolRatios decides")
     elif limit is Bound.CAPACITY:
-        parts.append("no variant has room for more")
+        parts.append("every variant is exhausted or at its maxReplicas")
     if reason is Reason.REPLACING:
-        parts.append("another node type takes the place of one that gave no node")
+        parts.append("another variant replaces one that got no node")
     return "; ".join(parts)
 
 
-def _claim(context: PoolContext, bounds: ReplicaBounds, to: int) -> int | None:
-    """What VLMPool should say: the wish of the owner, not what a budget made of it."""
-    if context.pool.replicas is None:
-        return to
-    if not bounds.claim:
-        return None
-    return context.policy.replicas if context.policy.mode is ScalingMode.MANUAL else to
-
-
 def _recommendation(context: PoolContext) -> int | None:
-    """What the need alone asks for, in replicas of the mix that stands."""
-    need = context.need
+    """Replicas for the need alone, in the current mix, within minReplicas and maxReplicas."""
+    need, speeds = context.need, context.speeds
     if need is None or context.policy.mode is not ScalingMode.AUTO:
         return None
-    mean = sum(context.speeds.values()) / max(len(context.speeds), 1)
+    mean = sum(speeds.values()) / max(len(speeds), 1)
     if context.before:
-        standing = context.capacity.standing
-        mean = (
-            sum(context.speeds[name] * count for name, count in standing.items()) / context.before
-        )
-    wanted = math.ceil(min(need.units, 1e6) / max(mean, 1e-3) - 1e-6)
-    return min(max(wanted, context.policy.minimum), context.policy.maximum)
+        units = sum(speeds[name] * count for name, count in context.current.items())
+        mean = units / context.before
+    replicas = math.ceil(min(need.units, 1e6) / max(mean, 1e-3) - 1e-6)
+    return min(max(replicas, context.policy.minimum), context.policy.maximum)
 
 
-def _shares(context: PoolContext) -> dict[str, float]:
-    """Of each stage in missed TTFT: of the modality that exceeds its target by most."""
-    found = [item for item in context.estimate.attributions if item.shares]
-    if not found:
-        return {}
-    worst = max(found, key=lambda item: (item.overrun_seconds, item.missed, item.count))
-    return dict(worst.shares)
+def _shares(estimate: Estimate) -> dict[str, float]:
+    """Shares of the stages for the modality that exceeds its target by most."""
+    found = [item for item in estimate.attributions if item.shares]
+    worst = max(
+        found, key=lambda item: (item.overrun_seconds, item.missed, item.count), default=None
+    )
+    return {} if worst is None else dict(worst.shares)
 
 
-def _cost(context: PoolContext, variants: Mapping[str, int]) -> float | None:
-    costs = {item.name: item.cost_per_hour for item in context.policy.variants}
+def _cost(policy: PoolPolicy, variants: Mapping[str, int]) -> float | None:
+    """Cost per hour of these replicas; None if a cost is unknown."""
+    costs = {item.name: item.cost_per_hour for item in policy.variants}
     if any(costs[name] is None for name, count in variants.items() if count):
         return None
     return sum((costs[name] or 0.0) * count for name, count in variants.items())
+
+
+def _advisory(actual: Decision, advice: Decision) -> Decision:
+    """The decision that is carried out, with the reasons of the one that is only shown."""
+    return dataclasses.replace(
+        advice,
+        to=actual.to,
+        claim=actual.claim,
+        variants=actual.variants,
+        cost_per_hour=actual.cost_per_hour,
+        recommendation=advice.to,
+        message=f"Advisory, would be {advice.to}: {advice.message}",
+    )
+
+
+def _remember(
+    context: PoolContext, decision: Decision, earlier: ScalingHistory | None
+) -> ScalingHistory:
+    """Add a decision to the history. If it repeats the last change, the time of that is kept."""
+    history = dataclasses.replace(context.history, standing=dict(decision.variants))
+    if decision.before == decision.to:
+        return history
+    known = earlier.changes if earlier is not None else ()
+    if known and (known[-1].before, known[-1].to) == (decision.before, decision.to):
+        return dataclasses.replace(history, changes=known)
+    oldest = context.now - KEPT_SECONDS
+    recent = [item for item in history.changes if item.at > oldest]
+    return dataclasses.replace(
+        history,
+        changes=(*recent, Change(context.now, decision.before, decision.to)),
+        decisions=(*history.decisions, decision)[-KEPT_DECISIONS:],
+    )

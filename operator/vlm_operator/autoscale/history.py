@@ -1,4 +1,4 @@
-"""What allocation passes from one tick to the next. All times are seconds since the epoch."""
+"""The memory of allocation between two ticks. All times are seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ KEPT_SECONDS = 900.0  # of changes
 
 @dataclasses.dataclass(frozen=True)
 class ExternalWrite:
-    """The number of another manager in mode Auto: the baseline of one window.
+    """The last number that another manager wrote to VLMPool in mode Auto.
 
-    A different number of the same manager within that window is a conflict.
+    Attributes:
+        since: time of the first tick that saw this number.
+        conflict: the manager wrote two different numbers within one window.
     """
 
     manager: str
@@ -28,12 +30,12 @@ class ExternalWrite:
 
 @dataclasses.dataclass(frozen=True)
 class Exhausted:
-    """A node type that gave no ready pod in time: not tried again before `until`.
+    """A variant that provided no ready pod in time. It is not tried again before `until`.
 
     Attributes:
-        times: that it happened in a row; each doubles the wait.
-        nodes: it gave not even a node.
-        late: uids of the pods that it did not make ready.
+        times: number of such failures in a row; each doubles the wait.
+        nodes: the variant did not even provide a node.
+        late: uids of the pods that did not become ready; empty if only another pool saw it.
     """
 
     since: float
@@ -44,39 +46,35 @@ class Exhausted:
 
     @property
     def what(self) -> str:
-        """What it did not do, in words."""
-        return "gave no node in time" if self.nodes else "gave no ready pod in time"
+        """The predicate of a message about the variant."""
+        return f"got no {'node' if self.nodes else 'ready pod'} in time"
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One change of a pool's number."""
+    """One change of a pool's replicas."""
 
     at: float
     before: int
     to: int
 
-    @property
-    def up(self) -> bool:
-        """Whether the pool grew."""
-        return self.to > self.before
-
 
 @dataclasses.dataclass(frozen=True)
 class ScalingHistory:
-    """One pool's past.
+    """The history of one pool.
 
     Attributes:
-        since: when it was first seen in its mode by this process; nothing shrinks before one whole
-            window of it.
-        wants: (when, most units that shrinking had to leave), thinned, over
-            `pace.LONG_WINDOWS` windows.
-        over_since: since when more has been needed than stands.
-        idle_since: since when nothing has come, to the pool's knowledge.
-        changes: the last ones, newest last.
+        since: first tick of this process with the pool in this mode. The pool does not shrink
+            before one window has passed since then.
+        wants: (time, largest `least_units`) per slot of the window, over `pace.LONG_WINDOWS`
+            windows.
+        over_since: time since which the need has exceeded the capacity.
+        idle_since: time since which every tick reported the pool idle.
+        changes: changes of the last `KEPT_SECONDS`, the newest last.
         exhausted: by variant.
-        standing: the last decision's replicas by variant.
-        decisions: the last that changed something, newest last.
+        foreign: None if the autoscaler owns the number.
+        standing: replicas of the last decision, by variant.
+        decisions: the last decisions that changed the replicas, the newest last.
     """
 
     since: float
@@ -93,10 +91,10 @@ class ScalingHistory:
 
 @dataclasses.dataclass(frozen=True)
 class ScalingMemory:
-    """What allocation remembers of a service.
+    """The history of all pools of a service.
 
     Attributes:
-        strained_at: when a target was last closer than shrinking allows; None: never seen.
+        strained_at: time at which TTFT or ITL last exceeded its margin; None if it never did.
     """
 
     pools: Mapping[Role, ScalingHistory] = dataclasses.field(default_factory=dict)

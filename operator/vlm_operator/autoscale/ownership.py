@@ -1,83 +1,102 @@
-"""Who owns a pool's number, and what follows.
+"""The modes in which the autoscaler does not choose a pool's replicas, and writes of others.
 
-Manual    this manifest: VLMPool is put back to it
-External  whoever writes VLMPool: the Deployments follow, within min, max and budget
-Auto      the rule of `pace`: VLMPool follows it, unless somebody else has just written there
+mode Manual     the manifest's number; the operator overwrites another number in VLMPool
+mode External   VLMPool's number, within minReplicas, maxReplicas and the budget
+policy Off      the current number, within minReplicas and maxReplicas
+mode Auto       VLMPool's number for one window after another manager wrote it, else `pace.auto`
 """
 
 from __future__ import annotations
 
-import dataclasses
-
-from vlm_operator import names
 from vlm_operator.autoscale.bounds import PoolContext, ReplicaBounds
 from vlm_operator.autoscale.history import ExternalWrite
 from vlm_operator.autoscale.outcome import Bound, Reason
+from vlm_operator.names import MANAGER_AUTOSCALER
 
-# Somebody else's number stands at least this long, however short the window is.
-LEAST_BASELINE_SECONDS = 60.0
+LEAST_BASELINE_SECONDS = 60.0  # for which another manager's number is kept at least
 
 
 def manual(context: PoolContext) -> ReplicaBounds:
-    """The manifest's number."""
+    """Bounds in mode Manual."""
     count, before, owner = context.policy.replicas, context.pool.replicas, context.pool.owner
-    if before in (None, count):
-        return context.exactly(count, Reason.MANUAL, f"spec asks for {count}")
-    if owner not in (None, names.MANAGER_AUTOSCALER):
-        message = (
-            f"{owner} set VLMPool to {before}, put back to {count}: "
-            "mode Manual takes scaling.replicas; use mode External to scale VLMPool"
-        )
-        return context.exactly(count, Reason.PUT_BACK, message)
-    return context.exactly(count, Reason.MANUAL, f"spec asks for {count} instead of {before}")
+    reason, message = Reason.MANUAL, f"the manifest sets {count} replicas"
+    if before not in (None, count):
+        message += f", VLMPool had {before}"
+        if owner not in (None, MANAGER_AUTOSCALER):
+            reason = Reason.PUT_BACK
+            message = (
+                f"{owner} set VLMPool to {before}, the operator restores {count}: "
+                "mode Manual uses scaling.replicas; use mode External to scale VLMPool"
+            )
+    return context.bounds(reason, message, replicas=count)
 
 
 def external(context: PoolContext) -> ReplicaBounds:
-    """The number of whoever writes VLMPool; one that is missing starts with what is live."""
+    """Bounds in mode External; a new VLMPool gets the current number."""
     asked = context.pool.replicas
+    count, bound = clamp(context, context.before if asked is None else asked)
     if asked is None:
-        start, _ = clamp(context, context.before)
-        return context.exactly(start, Reason.EXTERNAL, f"VLMPool starts with {start}")
-    count, bound = clamp(context, asked)
-    message = f"VLMPool asks for {asked}"
+        message = f"VLMPool is created with {count} replicas"
+        return context.bounds(Reason.EXTERNAL, message, replicas=count)
+    message = f"VLMPool has {asked} replicas"
     if bound is not None:
         message += f", {bound.lower()}Replicas is {count}"
-    return context.exactly(count, Reason.EXTERNAL, message, limited_by=bound, claim=False)
+    return context.bounds(Reason.EXTERNAL, message, replicas=count, limited_by=bound, claim=False)
 
 
-def foreign_write(context: PoolContext) -> tuple[ReplicaBounds | None, ExternalWrite | None]:
-    """What somebody else's number in mode Auto means: once it is the baseline, twice a conflict.
+def off(context: PoolContext) -> ReplicaBounds:
+    """Bounds if `autoscaling.policy` is Off."""
+    asked, owner = context.pool.replicas, context.pool.owner
+    count, bound = clamp(context, context.before if asked is None else asked)
+    return context.bounds(
+        Reason.OFF,
+        "autoscaling.policy is Off: the replicas do not change",
+        replicas=count,
+        limited_by=bound,
+        claim=owner in (None, MANAGER_AUTOSCALER) and (bound is not None or asked is None),
+    )
 
-    Returns:
-        The goal, None where the number is ours to decide; and what to remember.
+
+def last_write(context: PoolContext) -> ExternalWrite | None:
+    """The last write of another manager in mode Auto; None if the autoscaler owns the number.
+
+    A second number of the same manager within one window is a conflict. It ends when the autoscaler
+    owns the number again, or another manager writes it.
     """
-    known, asked, owner = context.pace.foreign, context.pool.replicas, context.pool.owner
-    if asked is None or owner is None or owner == names.MANAGER_AUTOSCALER:
-        return None, None
-    window = max(context.window, LEAST_BASELINE_SECONDS)
+    known, asked, owner = context.history.foreign, context.pool.replicas, context.pool.owner
+    if asked is None or owner is None or owner == MANAGER_AUTOSCALER:
+        return None
     if known is None or known.manager != owner:
-        known = ExternalWrite(owner, asked, context.now)
-    elif known.replicas != asked:
-        again = known.conflict or context.now - known.since < window
-        known = ExternalWrite(owner, asked, context.now, conflict=again)
-    if not known.conflict and context.now - known.since >= window:
-        return None, known
-    count, bound = clamp(context, asked)
+        return ExternalWrite(owner, asked, context.now)
+    if known.replicas == asked:
+        return known
+    conflict = known.conflict or context.now - known.since < _baseline_seconds(context)
+    return ExternalWrite(owner, asked, context.now, conflict=conflict)
+
+
+def baseline(context: PoolContext) -> ReplicaBounds | None:
+    """Bounds while another manager's number is kept; None if the autoscaler decides."""
+    write = context.history.foreign
+    if write is None:
+        return None
+    if not write.conflict and context.now - write.since >= _baseline_seconds(context):
+        return None
+    owner, asked = write.manager, write.replicas
     reason, message = Reason.FOREIGN_WRITE, f"{owner} set VLMPool to {asked}: kept for one window"
-    if known.conflict:
+    if write.conflict:
         reason = Reason.SCALING_CONFLICT
         message = (
-            f"{owner} keeps writing VLMPool, so it is held: use mode External, or delete "
-            f"the VLMPool once {owner} has stopped"
+            f"{owner} keeps writing VLMPool, so the pool is held: use mode External, or delete the "
+            f"VLMPool after {owner} has stopped"
         )
-    bounds = context.exactly(
-        count, reason, message, limited_by=bound, claim=False, conflict=known.conflict
+    count, bound = clamp(context, asked)
+    return context.bounds(
+        reason, message, replicas=count, limited_by=bound, claim=False, conflict=write.conflict
     )
-    return bounds, known
 
 
 def clamp(context: PoolContext, count: int) -> tuple[int, Bound | None]:
-    """Bring a number within minReplicas and maxReplicas; tells which one moved it."""
+    """Return a number within minReplicas and maxReplicas, and the one that changed it."""
     if count > context.policy.maximum:
         return context.policy.maximum, Bound.MAX
     if count < context.policy.minimum:
@@ -85,13 +104,5 @@ def clamp(context: PoolContext, count: int) -> tuple[int, Bound | None]:
     return count, None
 
 
-def off(context: PoolContext) -> ReplicaBounds:
-    """Nothing decides: the number that stands, within its bounds."""
-    asked = context.before if context.pool.replicas is None else context.pool.replicas
-    count, bound = clamp(context, asked)
-    message = "autoscaling.policy is Off: the number stays"
-    bounds = context.exactly(count, Reason.OFF, message, limited_by=bound)
-    ours = context.pool.owner in (None, names.MANAGER_AUTOSCALER)
-    return dataclasses.replace(
-        bounds, claim=ours and (bound is not None or context.pool.replicas is None)
-    )
+def _baseline_seconds(context: PoolContext) -> float:
+    return max(context.window, LEAST_BASELINE_SECONDS)

@@ -1,26 +1,27 @@
-"""Which node types, and how many of each: one small integer problem over all pools, exactly.
+"""The integer program of allocation: replicas of each variant, over all pools of a service. Pure.
 
-minimise   Σ price · N                         price: an hour, and of the start where N grows
+minimise   Σ price · N + start · (replicas beyond the current ones)
 subject to Σ speed · N ≥ need                  each pool
-           least ≤ N ≤ most                    each node type, and their sum in each pool
-           least ≤ N_i / N_j ≤ most            coupled pools
+           least ≤ N ≤ most                    each variant, and each pool's sum over its variants
+           least ≤ N_i / N_j ≤ most            pool ratios
            Σ accelerators · N ≤ limit,  Σ cost · N ≤ limit
 
 All numbers are integers: thousandths of a unit of capacity, millionths of the currency.
 
-If nothing meets all of it, `fill` shares the budget, replica by replica, to whom it is most urgent:
+`solve` is exact. `fill` is greedy and is used if the program has no solution: it
+ignores ratios and meets as much of these levels, in this order, as the budget allows:
 
-1. every pool's minimum            3. what stands beyond the need
-2. what stands and is needed       4. what is needed beyond that
+1. the minimum of every pool        3. other current replicas
+2. current replicas that are needed 4. the rest of the need
 
-Within a level the next replica goes to the pool with the greatest weight x unmet need: starting
-work that cannot finish is waste, so decode weighs more than prefill, and prefill more than encoder.
+Within a level the pool with the largest weight x unmet need gets the next replica.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from vlm_operator.autoscale.policy import Ratio
 from vlm_operator.names import Role
@@ -28,30 +29,31 @@ from vlm_operator.names import Role
 Vector = tuple[int, ...]
 MICROS = 1e6  # of the currency
 
-# Replicas of one pool that are chosen exactly; what a pool adds beyond them at once is taken by
-# price per unit of capacity first.
+# Replicas of one pool beyond its lower bound that are searched exactly. A pool that needs more gets
+# the first ones greedily, by price per unit.
 EXACT = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One node type of one pool.
+    """One variant of one pool.
 
     Attributes:
-        least, most: replicas.
-        standing: replicas that are there; only those beyond it have to start.
-        overdue: of these, how many are no capacity; they are the first to go.
-        speed: of one replica, in thousandths of a unit.
-        cost: of one replica and hour, as a budget counts it.
-        price: the same as choosing counts it: with the risk of spot, equal where nobody said.
-        start: what a replica costs until it takes work, in terms of `price`.
-        preference: 0 to 100; the greater wins among equal prices.
+        least, most: bounds on its replicas.
+        current: its current replicas. Only replicas beyond them must start.
+        speed: thousandths of a unit per replica.
+        cost: cost of one replica per hour, as the budget counts it.
+        price: cost of one replica per hour in the objective. It includes the risk of spot nodes. If
+            a cost is unknown, it is equal for all variants.
+        start: cost of one start-up in the objective, in the unit of `price`.
+        preference: 0 to 100; the greater value wins among equal prices.
+        overdue: current replicas that provide no capacity. They are removed first.
     """
 
     name: str
     least: int
     most: int
-    standing: int
+    current: int
     speed: int
     cost: int
     price: int
@@ -61,30 +63,26 @@ class Choice:
     overdue: int = 0
 
     def units(self, count: int) -> int:
-        """Capacity of so many replicas, in thousandths."""
-        return self.speed * (
-            count - min(self.overdue, max(0, count - self.standing + self.overdue))
-        )
+        """Capacity of `count` replicas, in thousandths of a unit."""
+        serving = self.current - self.overdue
+        return self.speed * (count - min(self.overdue, max(0, count - serving)))
 
     @property
-    def rate(self) -> tuple[float, int, str]:
-        """Price of a unit of capacity that is added; ties by preference, then by name."""
+    def price_per_unit(self) -> tuple[float, int, str]:
+        """Sort key of an added replica: price per unit, then preference, then name."""
         return ((self.price + self.start) / max(self.speed, 1), -self.preference, self.name)
-
-    def key(self, count: int) -> tuple[int, int]:
-        """What `count` replicas are charged in choosing."""
-        added = max(0, count - self.standing)
-        return self.price * count + self.start * added, (100 - self.preference) * count
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolProblem:
-    """One pool: thousandths of units that it needs, and bounds on its replicas.
+    """One pool.
 
     Attributes:
-        floor: replicas that come first when a budget does not suffice for all.
-        core: thousandths of units that come next; the rest of `need` is held for caution.
-        weight: whose unmet need goes first then.
+        need: thousandths of a unit.
+        least, most: bounds on the sum of its replicas.
+        floor: replicas of the first level of `fill`.
+        weight: priority of the pool within a level of `fill`.
+        core: thousandths of a unit of the second level of `fill`.
     """
 
     role: Role
@@ -97,116 +95,90 @@ class PoolProblem:
     core: int = 0
 
     def units(self, counts: Sequence[int]) -> int:
-        """Capacity of a mix, in thousandths."""
+        """Capacity of a mix, in thousandths of a unit."""
         return sum(item.units(count) for item, count in zip(self.choices, counts, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """All pools of a service; None is no limit."""
+    """All pools of a service. `accelerators` and `cost` are the budget; None is unlimited."""
 
     pools: tuple[PoolProblem, ...]
     ratios: tuple[Ratio, ...] = ()
     accelerators: int | None = None
     cost: int | None = None
 
+    def affords(self, accelerators: int, cost: int) -> bool:
+        """Whether the budget allows so many devices at this cost per hour."""
+        return (self.accelerators is None or accelerators <= self.accelerators) and (
+            self.cost is None or cost <= self.cost
+        )
 
-@dataclasses.dataclass(frozen=True)
-class _Option:
-    key: tuple[int, int, Vector]
+    def affords_counts(self, counts: Mapping[Role, Sequence[int]]) -> bool:
+        """Whether the budget allows these replicas, given by pool in the order of its choices."""
+        used = [
+            (item.accelerators * count, item.cost * count)
+            for pool in self.pools
+            for item, count in zip(pool.choices, counts[pool.role], strict=True)
+        ]
+        return self.affords(sum(devices for devices, _ in used), sum(cost for _, cost in used))
+
+
+class _Option(NamedTuple):
+    """One mix of a pool. Its first three fields are the order in which `solve` prefers mixes."""
+
+    price: int
+    penalty: int  # of low preferences
     counts: Vector
-    total: int
     accelerators: int
     cost: int
 
-    def beats(self, other: _Option, *, coupled: bool) -> bool:
-        return (
-            self.key <= other.key
-            and self.accelerators <= other.accelerators
-            and self.cost <= other.cost
-            and (not coupled or self.total == other.total)
-        )
-
 
 def solve(problem: Problem) -> dict[Role, Vector] | None:
-    """Return the cheapest counts, by pool and in the order of its choices; None where none fit.
+    """Return the cheapest counts by pool, in the order of its choices; None if no counts fit.
 
-    A tie goes to the greater preference, then to the lesser counts of the first choices.
+    Ties: the greater preference wins, then the smaller counts of the first choices.
+    The search is depth first over the pools, the cheapest mix first. A branch ends if it exceeds
+    the budget or the best price even with the least that every later pool can add.
     """
-    apart = _solved(dataclasses.replace(problem, ratios=()), frozenset())
-    if apart is None or not problem.ratios:
-        return apart
-    totals = {role: sum(counts) for role, counts in apart.items()}
-    if all(holds(ratio, totals) for ratio in problem.ratios):
-        return apart  # the best of all is the best of those that keep the ratios
     coupled = {role for ratio in problem.ratios for role in (ratio.numerator, ratio.denominator)}
-    return _solved(problem, frozenset(coupled))
+    options = [_options(pool, coupled=pool.role in coupled) for pool in problem.pools]
+    if not all(options):
+        return None
+    least = [
+        (
+            min(o.price for o in mixes),
+            min(o.accelerators for o in mixes),
+            min(o.cost for o in mixes),
+        )
+        for mixes in options
+    ]
+    best: tuple[int, int, tuple[Vector, ...]] | None = None
 
+    def descend(chosen: tuple[_Option, ...]) -> None:
+        nonlocal best
+        used = [(option.price, option.accelerators, option.cost) for option in chosen]
+        price, *limited = map(sum, zip((0, 0, 0), *used, *least[len(chosen) :], strict=True))
+        if not problem.affords(*limited) or (best is not None and price > best[0]):
+            return
+        if len(chosen) < len(options):
+            for option in options[len(chosen)]:
+                descend((*chosen, option))
+            return
+        counts = tuple(option.counts for option in chosen)
+        totals = {pool.role: sum(own) for pool, own in zip(problem.pools, counts, strict=True)}
+        if all(holds(ratio, totals) for ratio in problem.ratios):
+            found = price, sum(option.penalty for option in chosen), counts
+            best = found if best is None else min(best, found)
 
-def _solved(problem: Problem, coupled: frozenset[Role]) -> dict[Role, Vector] | None:
-    fronts = [_front(pool, coupled=pool.role in coupled) for pool in problem.pools]
-    best = _Search(problem, fronts).run() if all(fronts) else None
+    descend(())
     if best is None:
         return None
-    return {pool.role: item.counts for pool, item in zip(problem.pools, best, strict=True)}
+    return {pool.role: counts for pool, counts in zip(problem.pools, best[2], strict=True)}
 
 
-class _Search:
-    """Depth first over pools, cheapest option first, cut off by what the rest costs at least."""
-
-    def __init__(self, problem: Problem, fronts: Sequence[Sequence[_Option]]) -> None:
-        self._problem = problem
-        self._fronts = fronts
-        self._best: tuple[tuple[int, int, tuple[Vector, ...]], list[_Option]] | None = None
-        self._rest: list[tuple[int, int, int]] = [(0, 0, 0)]
-        for front in reversed(fronts):
-            price, accelerators, cost = self._rest[-1]
-            self._rest.append(
-                (
-                    price + min(item.key[0] for item in front),
-                    accelerators + min(item.accelerators for item in front),
-                    cost + min(item.cost for item in front),
-                )
-            )
-        self._rest.reverse()
-
-    def run(self) -> list[_Option] | None:
-        self._descend([], 0, 0, 0)
-        return None if self._best is None else self._best[1]
-
-    def _descend(self, chosen: list[_Option], price: int, accelerators: int, cost: int) -> None:
-        depth = len(chosen)
-        more_price, more_accelerators, more_cost = self._rest[depth]
-        if not _within(self._problem.accelerators, accelerators + more_accelerators):
-            return
-        if not _within(self._problem.cost, cost + more_cost):
-            return
-        if self._best is not None and price + more_price > self._best[0][0]:
-            return
-        if depth == len(self._fronts):
-            self._take(chosen, price)
-            return
-        for item in self._fronts[depth]:
-            self._descend(
-                [*chosen, item],
-                price + item.key[0],
-                accelerators + item.accelerators,
-                cost + item.cost,
-            )
-
-    def _take(self, chosen: list[_Option], price: int) -> None:
-        totals = {
-            pool.role: item.total for pool, item in zip(self._problem.pools, chosen, strict=True)
-        }
-        if not all(holds(ratio, totals) for ratio in self._problem.ratios):
-            return
-        key = (price, sum(item.key[1] for item in chosen), tuple(item.counts for item in chosen))
-        if self._best is None or key < self._best[0]:
-            self._best = (key, chosen)
-
-
-def holds(ratio: Ratio, totals: dict[Role, int]) -> bool:
-    """Whether two pools' replicas are within a ratio; a pool at zero is bound by none."""
+def holds(ratio: Ratio, totals: Mapping[Role, int]) -> bool:
+    """Whether the replicas of two pools satisfy a ratio; a pool at zero satisfies every ratio."""
     over, under = totals.get(ratio.numerator, 0), totals.get(ratio.denominator, 0)
     if over == 0 or under == 0:
         return True
@@ -214,152 +186,142 @@ def holds(ratio: Ratio, totals: dict[Role, int]) -> bool:
     return above and (ratio.most is None or over <= ratio.most * under + 1e-9)
 
 
-def _within(limit: int | None, value: int) -> bool:
-    return limit is None or value <= limit
+def _options(pool: PoolProblem, *, coupled: bool) -> list[_Option]:
+    """The mixes of one pool that no cheaper mix dominates in all limits, the cheapest first.
 
-
-def _front(pool: PoolProblem, *, coupled: bool) -> list[_Option]:
-    """The mixes of one pool that nothing beats, the cheapest first."""
+    In a pool with a ratio (`coupled`) a mix dominates only mixes of as many replicas.
+    """
     pool = _with_bulk(pool)
-    found = []
-    for counts in _mixes(pool, coupled=coupled):
-        keys = [item.key(count) for item, count in zip(pool.choices, counts, strict=True)]
-        pairs = list(zip(pool.choices, counts, strict=True))
-        found.append(
-            _Option(
-                key=(sum(a for a, _ in keys), sum(b for _, b in keys), counts),
-                counts=counts,
-                total=sum(counts),
-                accelerators=sum(item.accelerators * count for item, count in pairs),
-                cost=sum(item.cost * count for item, count in pairs),
-            )
-        )
-    front: list[_Option] = []
-    for option in sorted(found, key=lambda item: item.key):
-        if not any(other.beats(option, coupled=coupled) for other in front):
-            front.append(option)
-    return front
+    kept: list[_Option] = []
+    for option in sorted(_option(pool, counts) for counts in _mixes(pool, coupled=coupled)):
+        if not any(
+            other.accelerators <= option.accelerators
+            and other.cost <= option.cost
+            and (not coupled or sum(other.counts) == sum(option.counts))
+            for other in kept
+        ):
+            kept.append(option)
+    return kept
 
 
-def _mixes(pool: PoolProblem, *, coupled: bool) -> Iterator[Vector]:
-    """Every mix within the bounds that meets the need; without ratios none with one too many."""
-    base = [item.least for item in pool.choices]
-    most = min(pool.most, max(pool.least, sum(base)) + EXACT)
-
-    def extend(index: int, counts: list[int], total: int, units: int) -> Iterator[Vector]:
-        if total > most:
-            return
-        enough = units >= pool.need and total >= pool.least
-        if index == len(base):
-            if enough:
-                yield tuple(counts)
-            return
-        item = pool.choices[index]
-        top = item.most if coupled or not enough else item.least
-        for count in range(item.least, min(top, item.least + most - total) + 1):
-            added, gained = count - item.least, item.units(count) - item.units(item.least)
-            counts[index] = count
-            yield from extend(index + 1, counts, total + added, units + gained)
-            met = units + gained >= pool.need and total + added >= pool.least
-            if met and not coupled:
-                break
-        counts[index] = item.least
-
-    if all(item.least <= item.most for item in pool.choices):
-        yield from extend(0, list(base), sum(base), pool.units(base))
-
-
-def _with_bulk(pool: PoolProblem) -> PoolProblem:
-    """Raise the least counts of a pool that needs many more than can be chosen exactly."""
-    counts = {item.name: item.least for item in pool.choices}
-    units, total = pool.units(tuple(counts.values())), sum(counts.values())
-    slowest = min((item.speed for item in pool.choices), default=0)
-    spare = EXACT // 2
-    for item in sorted(pool.choices, key=lambda choice: choice.rate):
-        while counts[item.name] < item.most and total < pool.most - spare:
-            if units >= pool.need - spare * slowest and total >= pool.least - spare:
-                break
-            units -= item.units(counts[item.name])
-            counts[item.name] += 1
-            units, total = units + item.units(counts[item.name]), total + 1
-    if total <= sum(item.least for item in pool.choices) + spare:
-        return pool  # little enough to be exact
-    choices = tuple(dataclasses.replace(item, least=counts[item.name]) for item in pool.choices)
-    return dataclasses.replace(pool, choices=choices)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    """Replicas and thousandths of units to reach, from standing replicas alone or not."""
-
-    replicas: int
-    units: int
-    standing_only: bool
-
-
-def fill(problem: Problem) -> dict[Role, Vector]:
-    """Return counts within the limits that meet as much of the needs as fits; ratios are let go."""
-    filled = _Filled(problem)
-    for level in range(4):
-        filled.reach({pool.role: _levels(pool)[level] for pool in problem.pools})
-    return {pool.role: tuple(filled.counts[pool.role]) for pool in problem.pools}
-
-
-def _levels(pool: PoolProblem) -> tuple[_Level, ...]:
-    return (
-        _Level(min(pool.floor, pool.most), 0, standing_only=False),
-        _Level(0, pool.core, standing_only=True),
-        _Level(pool.least, 0, standing_only=True),
-        _Level(min(pool.least, pool.most), pool.need, standing_only=False),
+def _option(pool: PoolProblem, counts: Vector) -> _Option:
+    pairs = list(zip(pool.choices, counts, strict=True))
+    return _Option(
+        price=sum(c.price * count + c.start * max(0, count - c.current) for c, count in pairs),
+        penalty=sum((100 - choice.preference) * count for choice, count in pairs),
+        counts=counts,
+        accelerators=sum(choice.accelerators * count for choice, count in pairs),
+        cost=sum(choice.cost * count for choice, count in pairs),
     )
 
 
-class _Filled:
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self.counts = {pool.role: [0] * len(pool.choices) for pool in problem.pools}
-        self._accelerators = 0
-        self._cost = 0
+def _mixes(pool: PoolProblem, *, coupled: bool) -> Iterator[Vector]:
+    """Every mix within the bounds that meets the need.
 
-    def reach(self, levels: dict[Role, _Level]) -> None:
-        """Add replicas until every pool is at its level, or nothing more fits."""
-        open_pools = list(self._problem.pools)
+    Without ratios, mixes that meet the need with fewer replicas of one variant are left out: they
+    are dominated.
+    """
+    least = tuple(item.least for item in pool.choices)
+    most = min(pool.most, max(pool.least, sum(least)) + EXACT)
+
+    def meets(counts: Vector) -> bool:
+        return sum(counts) >= pool.least and pool.units(counts) >= pool.need
+
+    def extend(chosen: Vector) -> Iterator[Vector]:
+        index = len(chosen)
+        if index == len(least):
+            if meets(chosen):
+                yield chosen
+            return
+        item, rest = pool.choices[index], least[index + 1 :]
+        for count in range(item.least, min(item.most, most - sum(chosen) - sum(rest)) + 1):
+            yield from extend((*chosen, count))
+            if not coupled and meets((*chosen, count, *rest)):
+                return
+
+    return extend(())
+
+
+def _with_bulk(pool: PoolProblem) -> PoolProblem:
+    """Raise the lower bounds of a pool that needs more replicas than the exact search covers."""
+    margin, counts = EXACT // 2, [item.least for item in pool.choices]
+    slowest = min((item.speed for item in pool.choices), default=0)
+    for index in sorted(range(len(counts)), key=lambda i: pool.choices[i].price_per_unit):
+        while (
+            counts[index] < pool.choices[index].most
+            and sum(counts) < pool.most - margin
+            and (
+                pool.units(counts) < pool.need - margin * slowest
+                or sum(counts) < pool.least - margin
+            )
+        ):
+            counts[index] += 1
+    if sum(counts) <= sum(item.least for item in pool.choices) + margin:
+        return pool
+    choices = tuple(
+        dataclasses.replace(item, least=count)
+        for item, count in zip(pool.choices, counts, strict=True)
+    )
+    return dataclasses.replace(pool, choices=choices)
+
+
+class _Level(NamedTuple):
+    """A level of `fill`: replicas and thousandths of a unit; `current_only` starts no replica."""
+
+    replicas: int
+    units: int
+    current_only: bool
+
+
+def fill(problem: Problem) -> dict[Role, Vector]:
+    """Return counts within the budget that meet as much of each level as fits; see the module."""
+    counts = {pool.role: [0] * len(pool.choices) for pool in problem.pools}
+    for level in range(4):
+        goals = {
+            pool.role: (
+                _Level(min(pool.floor, pool.most), 0, current_only=False),
+                _Level(0, pool.core, current_only=True),
+                _Level(pool.least, 0, current_only=True),
+                _Level(min(pool.least, pool.most), pool.need, current_only=False),
+            )[level]
+            for pool in problem.pools
+        }
+        open_pools = list(problem.pools)
         while open_pools:
             gaps = [
-                (self._unmet(pool, levels[pool.role]) * pool.weight, pool) for pool in open_pools
+                pool.weight * _gap(pool, goals[pool.role], counts[pool.role]) for pool in open_pools
             ]
-            gap, pool = max(gaps, key=lambda item: item[0])
-            if gap <= 0:
-                return
-            index = self._best(pool, levels[pool.role])
-            if index is None:
+            if max(gaps) <= 0:
+                break
+            pool = open_pools[gaps.index(max(gaps))]
+            if not _add_replica(problem, pool, goals[pool.role], counts):
                 open_pools.remove(pool)
-                continue
-            choice = pool.choices[index]
-            self.counts[pool.role][index] += 1
-            self._accelerators += choice.accelerators
-            self._cost += choice.cost
+    return {role: tuple(found) for role, found in counts.items()}
 
-    def _unmet(self, pool: PoolProblem, level: _Level) -> float:
-        counts = self.counts[pool.role]
-        return max(level.replicas - sum(counts), (level.units - pool.units(counts)) / 1000)
 
-    def _best(self, pool: PoolProblem, level: _Level) -> int | None:
-        """The next replica: one that stands before one that must start, then the best price."""
-        counts = self.counts[pool.role]
-        if sum(counts) >= pool.most:
-            return None
-        fitting = [
-            (count >= item.standing, item.rate, index)
-            for index, (item, count) in enumerate(zip(pool.choices, counts, strict=True))
-            if count < (min(item.standing, item.most) if level.standing_only else item.most)
-            and (sum(counts) < level.replicas or item.units(count + 1) > item.units(count))
-            and self._fits(item)
-        ]
-        return min(fitting)[2] if fitting else None
+def _gap(pool: PoolProblem, goal: _Level, counts: Sequence[int]) -> float:
+    """Replicas or units that the pool lacks to reach the level, whichever is more."""
+    return max(goal.replicas - sum(counts), (goal.units - pool.units(counts)) / 1000)
 
-    def _fits(self, item: Choice) -> bool:
-        accelerators, cost = self._problem.accelerators, self._problem.cost
-        return (
-            accelerators is None or self._accelerators + item.accelerators <= accelerators
-        ) and (cost is None or self._cost + item.cost <= cost)
+
+def _add_replica(
+    problem: Problem, pool: PoolProblem, goal: _Level, counts: Mapping[Role, list[int]]
+) -> bool:
+    """Add the best replica to `counts`: a current one before a new one, then by price per unit.
+
+    Returns:
+        False if no replica fits the bounds and the budget; `counts` is then unchanged.
+    """
+    own = counts[pool.role]
+    useful = [
+        (own[index] >= item.current, item.price_per_unit, index)
+        for index, item in enumerate(pool.choices)
+        if own[index] < (min(item.current, item.most) if goal.current_only else item.most)
+        and (sum(own) < goal.replicas or item.units(own[index] + 1) > item.units(own[index]))
+    ]
+    for _, _, index in sorted(useful if sum(own) < pool.most else ()):
+        own[index] += 1
+        if problem.affords_counts(counts):
+            return True
+        own[index] -= 1
+    return False

@@ -67,7 +67,7 @@ async def test_a_service_is_explained_from_its_status_and_its_memory(
         "  bound    Budget",
         "  next     more needs a greater budget (spec.budget), or less need elsewhere",
         "  note     the need alone asks for 4",
-        "  note     variant a gave no ready pod in time (3 times in a row), tried again in 10 min",
+        "  note     variant a got no ready pod in time (3 times in a row), tried again in 10 min",
         "  note     1 → 2 0 min ago",
     ]
 

@@ -67,7 +67,7 @@ def test_a_node_type_that_gives_no_pod_is_named_with_the_time_of_the_next_try():
     run(world, turns=8, start=False)
     turned, reason, message = verdict(world.status, "CapacitySufficient")
     assert (turned, reason) == ("False", "Exhausted")
-    assert message.startswith("decode: variant default gave no node in time, ")
+    assert message.startswith("decode: variant default got no node in time, ")
     assert message.endswith(" UTC")
     before = world.written()
     run(world, turns=4, start=False)

@@ -176,7 +176,11 @@ class World:
             needs={item.role: item for item in needs},
             fresh=fresh,
             missing_seconds=missing,
-            startup={},
+            startup={
+                (role, item.name): item.startup_seconds or self.policy.constants.startup_seconds
+                for role, rules in self.policy.pools.items()
+                for item in rules.variants
+            },
             itl_p95_seconds=itl,
             phases=self.phases,
         )

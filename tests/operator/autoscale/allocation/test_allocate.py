@@ -60,7 +60,7 @@ def test_a_type_that_gives_no_node_is_left_for_the_next_one_by_cost():
     assert run(world, 3.0, 60).variants == {"a": 3, "b": 0}
     last = run(world, 3.0, 10)
     assert last.variants == {"a": 2, "b": 1}
-    assert "variant a gave no node in time" in last.capacity
+    assert "variant a got no node in time" in last.capacity
     assert world.memory.pools[DECODE].exhausted["a"].times == 1
     assert run(world, 3.9, 600 - 20).variants == {"a": 2, "b": 2}
     assert world.decisions[DECODE].capacity
@@ -164,7 +164,7 @@ def test_growth_waits_for_the_devices_of_pods_that_still_drain():
         world.tick([need(1.0, PREFILL), need(4.0)])
     waiting = world.tick([need(1.0, PREFILL), need(5.0)])[DECODE]
     assert (waiting.to, waiting.reason, waiting.limited_by) == (4, "WaitingForDevices", "Budget")
-    assert "5 once pods that drain" in waiting.message
+    assert "5 when draining pods" in waiting.message
     ticks = 1
     while world.replicas(DECODE) == 4:
         world.tick([need(1.0, PREFILL), need(5.0)])
@@ -183,15 +183,13 @@ def test_a_budget_in_money_counts_what_the_types_cost():
 
 
 def test_an_unreadable_budget_grows_nothing_and_still_shrinks():
-    for policy in (
-        service(pool(), budget=Budget(unreadable="class gone does not exist")),
-        service(pool(DECODE, variant(cost_per_hour=None)), budget=Budget(cost_per_hour=9.0)),
-    ):
-        world = World(policy, {DECODE: {"a": 3}})
-        last = world.tick([need(5.0)])[DECODE]
-        assert (last.to, last.limited_by) == (3, "BudgetUnreadable")
-        assert "the budget cannot be established" in last.message
-        assert run(world, 0.5, 310).to == 2
+    budget = Budget(cost_per_hour=9.0, unreadable="the cost of decode variant a is unknown")
+    policy = service(pool(DECODE, variant(cost_per_hour=None)), budget=budget)
+    world = World(policy, {DECODE: {"a": 3}})
+    last = world.tick([need(5.0)])[DECODE]
+    assert (last.to, last.limited_by) == (3, "BudgetUnreadable")
+    assert "the budget cannot be computed: the cost of decode" in last.message
+    assert run(world, 0.5, 310).to == 2
 
 
 def test_a_budget_that_is_lowered_takes_replicas_at_once_the_unneeded_first():

@@ -17,7 +17,7 @@ def choice(name="a", **changes) -> Choice:
         name=name,
         least=0,
         most=6,
-        standing=0,
+        current=0,
         speed=1000,
         cost=10,
         price=10,
@@ -41,7 +41,7 @@ def choices(draw, name: str) -> Choice:
         name=name,
         least=least,
         most=draw(st.integers(least, 3)),
-        standing=standing,
+        current=standing,
         overdue=draw(st.integers(0, standing)),
         speed=draw(st.sampled_from([250, 500, 1000, 1700, 3000])),
         cost=cost,
@@ -86,7 +86,7 @@ def charge(problem: Problem, counts) -> tuple | None:
         if not item.least <= sum(vector) <= item.most or item.units(vector) < item.need:
             return None
         for option, count in zip(item.choices, vector, strict=True):
-            price += option.price * count + option.start * max(0, count - option.standing)
+            price += option.price * count + option.start * max(0, count - option.current)
             ties += (100 - option.preference) * count
             accelerators += option.accelerators * count
             cost += option.cost * count
@@ -166,7 +166,7 @@ def test_cheap_capacity_comes_first_and_a_tie_goes_to_the_preferred_type():
 
 
 def test_what_stands_is_kept_where_starting_another_costs_more_than_it_saves():
-    standing, other = choice("a", price=11, standing=2), choice("b", start=5)
+    standing, other = choice("a", price=11, current=2), choice("b", start=5)
     assert solve(Problem((pool(standing, other, need=2000),))) == {Role.DECODE: (2, 0)}
     other = dataclasses.replace(other, start=0)
     assert solve(Problem((pool(standing, other, need=2000),))) == {Role.DECODE: (0, 2)}

@@ -11,8 +11,7 @@ from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.capacity import (
     PoolCapacity,
     count_capacity,
-    exhausted,
-    unschedulable_timeout,
+    start_timeouts,
 )
 from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimate import Estimate
@@ -31,10 +30,9 @@ def stock(pod: PodView, *, phases=TIMED, now: float) -> PoolCapacity:
     """A pool of one replica, with one pod."""
     rules = pool(DECODE, HEAVY)
     seen = PoolView(1, None, {"a": 1}, (pod,))
-    estimate = Estimate((), {}, True, 0.0, {}, phases=phases)
-    return count_capacity(
-        rules, seen, ScalingHistory(NOW, rules.mode), estimate, Constants(), now=now
-    )
+    estimate = Estimate((), {}, True, 0.0, {(DECODE, "a"): 600.0}, phases=phases)
+    history = ScalingHistory(NOW, rules.mode)
+    return count_capacity(service(rules), DECODE, seen, estimate, history, now=now)
 
 
 @given(st.floats(0, 1300), st.booleans())
@@ -44,23 +42,24 @@ def test_a_pod_without_a_node_is_written_off_long_before_one_that_loads(seconds,
     starting = PodView("x", "a", "starting", NOW, scheduled_since=NOW)
     waits = stock(pending, phases=phases, now=NOW + seconds)
     loads = stock(starting, phases=phases, now=NOW + seconds)
-    assert bool(waits.stuck) is (seconds >= (120.0 if measured else 1200.0))
-    assert bool(loads.overdue) is (seconds >= (1100.0 if measured else 1200.0))
-    assert not loads.stuck
+    assert bool(waits.unschedulable["a"]) is (seconds >= (120.0 if measured else 1200.0))
+    assert bool(loads.overdue["a"]) is (seconds >= (1100.0 if measured else 1200.0))
+    assert not loads.unschedulable["a"]
 
 
 @given(st.floats(0, 3000), st.floats(0, 1500))
 def test_what_a_pod_waited_for_its_node_is_not_held_against_its_loading(waited, loads):
     pod = PodView("x", "a", "starting", NOW, scheduled_since=NOW + waited)
     found = stock(pod, now=NOW + waited + loads)
-    assert bool(found.overdue) is (NOW + waited + loads - (NOW + waited) >= 1100.0)
+    assert bool(found.overdue["a"]) is (NOW + waited + loads - (NOW + waited) >= 1100.0)
 
 
 @given(st.floats(1, 1e4), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(1, 10))
 def test_no_phase_is_given_more_time_than_a_whole_start(whole, unplaced, loading, factor):
     timed = {(DECODE, "a"): Phases(unplaced, loading)}
     estimate = Estimate((), {}, True, 0.0, {(DECODE, "a"): whole}, phases=timed)
-    for seconds in unschedulable_timeout(DECODE, HEAVY, estimate, Constants(write_off=factor)):
+    policy = service(pool(DECODE, HEAVY), constants=Constants(write_off=factor))
+    for seconds in start_timeouts(policy, DECODE, "a", estimate):
         assert seconds <= factor * whole
 
 
@@ -83,7 +82,7 @@ def test_a_type_without_nodes_makes_way_in_minutes_and_not_in_two_starts():
     assert run(world, 3.0, 120).variants == {"a": 3, "b": 0}
     last = run(world, 3.0, 10)
     assert last.variants == {"a": 2, "b": 1}
-    assert "variant a gave no node in time" in last.capacity
+    assert "variant a got no node in time" in last.capacity
 
 
 def test_a_node_that_comes_ends_the_wait_for_nodes_and_a_ready_pod_every_wait():
@@ -94,7 +93,7 @@ def test_a_node_that_comes_ends_the_wait_for_nodes_and_a_ready_pod_every_wait():
     world.nodes = {"a": 3}
     assert run(world, 3.0, 15).capacity == "", "it has a node, and now loads"
     last = run(world, 3.0, 1150)
-    assert "variant a gave no ready pod in time" in last.capacity
+    assert "variant a got no ready pod in time" in last.capacity
     assert not world.memory.pools[DECODE].exhausted["a"].nodes
     world.startup = 0.0
     assert run(world, 3.0, 15).capacity == ""
@@ -111,7 +110,7 @@ def test_a_pod_waits_on_for_its_node_where_the_budget_allows_no_other_type(mode)
         world.write(DECODE, "hpa", 3)
     sizes = [run(world, 2.9, TICK).to for _ in range(600)]
     assert set(sizes) == {3}
-    assert "variant a gave no node in time" in world.decisions[DECODE].capacity
+    assert "variant a got no node in time" in world.decisions[DECODE].capacity
     dear = [item.variant for item in world.pods if item.variant == "b"]
     assert not dear
     world.nodes = {"a": 3}
@@ -227,5 +226,5 @@ def test_a_pod_that_becomes_ready_ends_the_write_off():
     for pod, found in ((all_along, {"a": known}), (back, {}), (late, {})):
         seen = PoolView(1, None, {"a": 1}, (pod,))
         estimate = Estimate((), {}, True, 0.0, {})
-        counted = count_capacity(rules, seen, pace, estimate, Constants(), now=NOW + 5)
-        assert exhausted(rules, seen, counted, pace, Constants(), now=NOW + 5) == found
+        counted = count_capacity(service(rules), DECODE, seen, estimate, pace, now=NOW + 5)
+        assert counted.exhausted == found
