@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from vlm_operator.autoscale.bounds import ReplicaBounds
@@ -57,8 +58,6 @@ class Allocation:
 
 def allocate(policy: ServicePolicy, bounds: Bounds) -> dict[Role, Allocation]:
     """Choose the replicas of every pool, by variant."""
-    if not bounds:
-        return {}
     budget = policy.budget
     if budget.unreadable:
         bounds = {role: _without_growth(item) for role, item in bounds.items()}
@@ -260,8 +259,12 @@ def _devices_free(problem: Problem, bounds: Bounds, target: Counts) -> bool:
         return True
     accelerators = cost = 0
     for role, counts in target.items():
-        variants = bounds[role].context.policy.variants
-        for name, pods in bounds[role].context.capacity.most_pods(counts).items():
+        variants, pool = bounds[role].context.policy.variants, bounds[role].context.pool
+        draining = Counter(pod.variant for pod in pool.pods if pod.phase == "draining")
+        others = Counter(pod.variant for pod in pool.pods if pod.phase != "draining")
+        for name in {*counts, *draining, *others, *pool.live}:
+            pods = draining[name] + max(counts.get(name, 0), others[name])
+            pods = max(pods, pool.live.get(name, 0))
             known = [item for item in variants if item.name == name] or variants
             accelerators += pods * max((item.accelerators for item in known), default=0)
             cost += pods * max((_micros(item) for item in known), default=0)

@@ -111,16 +111,13 @@ class PoolContext:
     @property
     def window(self) -> float:
         """Seconds for which the need must stay lower before the pool shrinks."""
-        longest_start = max(
-            (
-                startup_seconds(self.service, self.policy.role, name, self.estimate)
-                for name, count in self.current.items()
-                if count
-            ),
-            default=0.0,
+        starts = (
+            startup_seconds(self.service, self.policy.role, name, self.estimate)
+            for name, count in self.current.items()
+            if count
         )
-        window_starts = self.service.constants.window_starts
-        return max(self.policy.down_seconds, window_starts * longest_start)
+        factor = self.service.constants.window_starts
+        return max(self.policy.down_seconds, factor * max(starts, default=0.0))
 
     def with_history(self, **changes: Any) -> PoolContext:
         """Replace fields of the history."""
@@ -169,10 +166,11 @@ class PoolContext:
         """Set the bounds of this tick: a number, or a range around the current replicas.
 
         `replicas` is the number; the need is then ignored. `grow` and `shrink` are replicas that
-        the pool may add or remove. `need` is in units; None is the current capacity. The other
-        arguments are fields of ReplicaBounds.
+        the pool may add, up to its maximum, or remove. `need` is in units; None is the capacity of
+        the current replicas. The other arguments are fields of ReplicaBounds.
         """
         current, caps = self.current, self.caps(keep=held or shrink > 0)
+        grow = min(grow, max(0, self.policy.maximum - self.before))
         least, most = self.before - shrink, self.before + grow
         if replicas is not None:
             least = most = replicas

@@ -1,8 +1,8 @@
-"""Counts the pods of a pool: which are capacity, which hold devices, which variants are exhausted.
+"""Counts the replicas of a pool: current ones, those that are no capacity, and exhausted variants.
 
-phase      pending   starting   ready   draining
-capacity   yes       yes        yes     no            a pod that is late or tries an exhausted
-devices    yes       yes        yes     yes           variant is no capacity
+current ─┬─ pods that are ready, starting or pending            capacity
+         └─ overdue: late, or tries an exhausted variant        no capacity
+draining pods belong to earlier decisions: they are no capacity, but hold devices (`allocate`)
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class PoolCapacity:
         unschedulable: pods that have been without a node for longer than their timeout.
         overdue: pods that are no capacity: unschedulable ones, those that start for longer than
             their timeout, and pending ones of an exhausted variant.
-        draining, active, live: draining pods, all other pods, and replicas that Deployments
-            request. They have no entries of 0, and include variants that the policy no longer has.
         exhausted: only variants that provided no ready pod in time.
     """
 
@@ -40,20 +38,7 @@ class PoolCapacity:
     pending: Mapping[str, int]
     unschedulable: Mapping[str, int]
     overdue: Mapping[str, int]
-    draining: Mapping[str, int]
-    active: Mapping[str, int]
-    live: Mapping[str, int]
     exhausted: Mapping[str, Exhausted]
-
-    def most_pods(self, target: Mapping[str, int]) -> dict[str, int]:
-        """Largest number of pods by variant that hold devices until the pool is at `target`."""
-        return {
-            name: max(
-                self.draining.get(name, 0) + max(target.get(name, 0), self.active.get(name, 0)),
-                self.live.get(name, 0),
-            )
-            for name in sorted({*target, *self.draining, *self.active, *self.live})
-        }
 
 
 def startup_seconds(service: ServicePolicy, role: Role, variant: str, estimate: Estimate) -> float:
@@ -114,16 +99,7 @@ def count_capacity(
             known = Exhausted(now, now + wait, times, nodes=bool(lost), late=late)
         if known is not None:
             exhausted[name] = known
-    return PoolCapacity(
-        current=current,
-        pending=pending,
-        unschedulable=unschedulable,
-        overdue=overdue,
-        draining=Counter(pod.variant for pod in pool.of("draining")),
-        active=Counter(pod.variant for pod in pool.pods if pod.phase != "draining"),
-        live={name: replicas for name, replicas in pool.live.items() if replicas > 0},
-        exhausted=exhausted,
-    )
+    return PoolCapacity(current, pending, unschedulable, overdue, exhausted)
 
 
 def _ends(pod: PodView, known: Exhausted) -> bool:

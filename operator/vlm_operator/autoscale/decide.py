@@ -28,10 +28,8 @@ from vlm_operator.autoscale.outcome import Bound, Decision, Reason
 from vlm_operator.autoscale.ownership import external, manual, off
 from vlm_operator.autoscale.pace import auto
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
-from vlm_operator.autoscale.view import PoolView, View
+from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
-
-_EMPTY_POOL = PoolView(replicas=None, owner=None, live={}, pods=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +73,9 @@ def decide_replicas(
     Returns:
         A decision for every pool of the policy, and the memory for the next call.
     """
-    strained_at = view.now if _close_to_target(policy, estimate) else memory.strained_at
-    contexts = {
-        role: _context(policy, pool, view, estimate, memory.pools.get(role), strained_at)
-        for role, pool in policy.pools.items()
-    }
+    if _close_to_target(policy, estimate):
+        memory = dataclasses.replace(memory, strained_at=view.now)
+    contexts = {role: _context(policy, role, view, estimate, memory) for role in policy.pools}
     bounds = {role: _bounds(item) for role, item in _share_exhausted(contexts).items()}
     decisions = _decisions(policy, bounds)
     if policy.apply is AutoscalingPolicy.ADVISORY:
@@ -94,7 +90,7 @@ def decide_replicas(
         role: _remember(item.context, decisions[role], memory.pools.get(role))
         for role, item in bounds.items()
     }
-    return decisions, ScalingMemory(pools, strained_at)
+    return decisions, dataclasses.replace(memory, pools=pools)
 
 
 def _close_to_target(policy: ServicePolicy, estimate: Estimate) -> bool:
@@ -110,36 +106,28 @@ def _close_to_target(policy: ServicePolicy, estimate: Estimate) -> bool:
 
 
 def _context(
-    service: ServicePolicy,
-    policy: PoolPolicy,
-    view: View,
-    estimate: Estimate,
-    history: ScalingHistory | None,
-    strained_at: float | None,
+    service: ServicePolicy, role: Role, view: View, estimate: Estimate, memory: ScalingMemory
 ) -> PoolContext:
     """Collect the inputs of one pool, with its history up to this tick."""
-    pool = view.pools.get(policy.role, _EMPTY_POOL)
-    if history is None:
-        history = ScalingHistory(since=view.now, mode=policy.mode)
-    elif history.mode is not policy.mode:
+    policy, pool = service.pools[role], view.pools[role]
+    history = memory.pools.get(role) or ScalingHistory(since=view.now, mode=policy.mode)
+    if history.mode is not policy.mode:
         # the windows of the other mode do not count
-        history = ScalingHistory(
+        history = dataclasses.replace(
+            history,
             since=view.now,
             mode=policy.mode,
-            standing=history.standing,
-            exhausted=history.exhausted,
-            decisions=history.decisions,
-            changes=history.changes,
+            wants=(),
+            over_since=None,
+            idle_since=None,
+            foreign=None,
         )
-    capacity = count_capacity(service, policy.role, pool, estimate, history, now=view.now)
-    context = PoolContext(
-        service, policy, view, pool, estimate, capacity, history, strained_at
-    ).with_history(exhausted=capacity.exhausted)
-    changes = history.changes
-    if changes and changes[-1].before == context.before != changes[-1].to:
-        # the cluster does not have this change yet: it is decided again
-        context = context.with_history(changes=changes[:-1])
-    return context
+    capacity = count_capacity(service, role, pool, estimate, history, now=view.now)
+    changes, before = history.changes, sum(capacity.current.values())
+    if changes and changes[-1].before == before != changes[-1].to:
+        changes = changes[:-1]  # the cluster does not have this change yet: it is decided again
+    history = dataclasses.replace(history, changes=changes, exhausted=capacity.exhausted)
+    return PoolContext(service, policy, view, pool, estimate, capacity, history, memory.strained_at)
 
 
 def _share_exhausted(contexts: Mapping[Role, PoolContext]) -> dict[Role, PoolContext]:
@@ -151,16 +139,16 @@ def _share_exhausted(contexts: Mapping[Role, PoolContext]) -> dict[Role, PoolCon
     lacking: dict[str, Exhausted] = {}
     provided: dict[str, float] = {}  # time at which a pod last got a node, by node class
     for context in contexts.values():
-        classes = {item.name: item.node_class for item in context.policy.variants}
-        for name, known in context.history.exhausted.items():
-            node_class = classes[name]
-            if node_class is not None and known.nodes and known.since == context.now:
-                lacking[node_class] = known
-        for pod in context.pool.pods:
-            node_class = classes.get(pod.variant)
-            if node_class is not None and pod.scheduled_since is not None:
-                latest = provided.get(node_class, pod.scheduled_since)
-                provided[node_class] = max(latest, pod.scheduled_since)
+        for item in context.policy.variants:
+            if item.node_class is None:
+                continue
+            known = context.history.exhausted.get(item.name)
+            if known is not None and known.nodes and known.since == context.now:
+                lacking[item.node_class] = known
+            for pod in context.pool.pods:
+                if pod.variant == item.name:
+                    latest = provided.get(item.node_class, 0.0)
+                    provided[item.node_class] = max(latest, pod.scheduled_since or 0.0)
     shared = {}
     for role, context in contexts.items():
         exhausted = dict(context.history.exhausted)
@@ -168,7 +156,7 @@ def _share_exhausted(contexts: Mapping[Role, PoolContext]) -> dict[Role, PoolCon
             node_class, own = item.node_class or "", exhausted.get(item.name)
             if own is None and node_class in lacking:
                 exhausted[item.name] = dataclasses.replace(lacking[node_class], late=())
-            elif own and not own.late and provided.get(node_class, own.since) > own.since:
+            elif own is not None and not own.late and provided.get(node_class, 0.0) > own.since:
                 del exhausted[item.name]
         shared[role] = context.with_history(exhausted=exhausted)
     return shared

@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.estimate import EstimateMemory
-from vlm_operator.autoscale.history import Change, ScalingHistory, ScalingMemory
+from vlm_operator.autoscale.history import ScalingMemory
 
 VERSION = 4
 _MEMORY = TypeAdapter(Memory)
-_DIGITS = 3  # significant digits of measured values; points in time are whole seconds
+_TIMES = {"at", "since", "time", "until"}
 
 
 def dump(memory: Memory) -> str:
     """Return the lasting part of a memory as JSON."""
-    lasting = Memory(
-        estimate=memory.estimate.lasting,
-        pace=ScalingMemory({role: _lasting(pace) for role, pace in memory.pace.pools.items()}),
-    )
+    pools = {
+        role: dataclasses.replace(history, since=0.0, wants=(), over_since=None, idle_since=None)
+        for role, history in memory.pace.pools.items()
+    }
+    lasting = Memory(estimate=memory.estimate.lasting, pace=ScalingMemory(pools))
     value = _MEMORY.dump_python(lasting, mode="json", exclude_defaults=True)
-    if "estimate" in value:
-        value["estimate"] = _rounded(value["estimate"])
-    return json.dumps({"version": VERSION, **value}, sort_keys=True, allow_nan=False)
+    return json.dumps({"version": VERSION, **_rounded(value)}, sort_keys=True, allow_nan=False)
 
 
 def load(text: str | None, *, now: float) -> Memory:
@@ -60,40 +58,16 @@ def worth_writing(memory: Memory) -> bool:
     return moved or memory.estimate.lasting != EstimateMemory()
 
 
-def _lasting(pace: ScalingHistory) -> ScalingHistory:
-    """Keep decisions, conflicts, back-offs and current variants; round times to whole seconds."""
-    foreign = pace.foreign
-    if foreign is not None:
-        foreign = dataclasses.replace(foreign, since=float(round(foreign.since)))
-    return ScalingHistory(
-        since=0.0,
-        mode=pace.mode,
-        changes=tuple(Change(float(round(c.at)), c.before, c.to) for c in pace.changes),
-        exhausted={
-            name: dataclasses.replace(
-                item, since=float(round(item.since)), until=float(round(item.until))
-            )
-            for name, item in pace.exhausted.items()
-        },
-        foreign=foreign,
-        standing=pace.standing,
-        decisions=tuple(
-            dataclasses.replace(item, time=float(round(item.time)), shares=_shares(item.shares))
-            for item in pace.decisions
-        ),
-    )
-
-
-def _shares(shares: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(share, 2) for name, share in shares.items()}
-
-
-def _rounded(value: Any) -> Any:
-    """Keep three significant digits of every measured number."""
+def _rounded(value: Any, *path: str) -> Any:
+    """Round what ticks measure: times to seconds, shares to 0.01, estimates to three digits."""
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _rounded(item, *path, key) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}")
-    return value
+        return [_rounded(item, *path) for item in value]
+    if not isinstance(value, float):
+        return value
+    if "estimate" in path:
+        return float(f"{value:.3g}")
+    if "shares" in path:
+        return round(value, 2)
+    return float(round(value)) if path[-1] in _TIMES else value

@@ -45,7 +45,7 @@ def auto(context: PoolContext) -> ReplicaBounds:
     return dataclasses.replace(
         bounds,
         paced_by=Bound.MAX_PODS_PER_MINUTE if need.credible else Bound.UNKNOWN_TIMES,
-        spare=_at_most_maximum(context, _addable(context)),
+        spare=max(0, min(_addable(context), context.policy.maximum - context.before)),
     )
 
 
@@ -103,7 +103,8 @@ def _grow(context: PoolContext, need: Need, since: float) -> ReplicaBounds:
     step = max(1, policy.up_pods) if wakes else _addable(context)
     if step <= 0:
         return context.bounds(Reason.STEADY, message, limited_by=Bound.MAX_PODS_PER_MINUTE)
-    step = _at_most_maximum(context, step if need.credible else 1)
+    if not need.credible:
+        step = 1
     reason = Reason.WAKE if wakes else Reason.SCALE_UP
     return context.bounds(reason, message, grow=step, need=units)
 
@@ -116,7 +117,7 @@ def _largest_candidate(need: Need) -> str:
 
 
 def _addable(context: PoolContext) -> int:
-    """Pods that maxPodsPerMinute still allows to add."""
+    """Replicas that maxPodsPerMinute still allows to add."""
     return context.policy.up_pods - sum(step for step in _last_steps(context) if step > 0)
 
 
@@ -124,10 +125,6 @@ def _last_steps(context: PoolContext) -> list[int]:
     """Changes of the replicas within the last minute; negative ones removed replicas."""
     changes = context.history.changes
     return [item.to - item.before for item in changes if context.now - item.at < MINUTE]
-
-
-def _at_most_maximum(context: PoolContext, step: int) -> int:
-    return max(0, min(step, context.policy.maximum - context.before))
 
 
 def _shrink(context: PoolContext, need: Need) -> ReplicaBounds:

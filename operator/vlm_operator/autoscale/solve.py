@@ -130,6 +130,7 @@ class _Option(NamedTuple):
     price: int
     penalty: int  # of low preferences
     counts: Vector
+    replicas: int
     accelerators: int
     cost: int
 
@@ -197,7 +198,7 @@ def _options(pool: PoolProblem, *, coupled: bool) -> list[_Option]:
         if not any(
             other.accelerators <= option.accelerators
             and other.cost <= option.cost
-            and (not coupled or sum(other.counts) == sum(option.counts))
+            and (not coupled or other.replicas == option.replicas)
             for other in kept
         ):
             kept.append(option)
@@ -210,6 +211,7 @@ def _option(pool: PoolProblem, counts: Vector) -> _Option:
         price=sum(c.price * count + c.start * max(0, count - c.current) for c, count in pairs),
         penalty=sum((100 - choice.preference) * count for choice, count in pairs),
         counts=counts,
+        replicas=sum(counts),
         accelerators=sum(choice.accelerators * count for choice, count in pairs),
         cost=sum(choice.cost * count for choice, count in pairs),
     )
