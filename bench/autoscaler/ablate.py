@@ -67,10 +67,6 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: value
 
 
-def _first(value: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return value
-
-
 def _empty_need(*_args: Any) -> Any:
     need = importlib.import_module("vlm_operator.autoscale.size").SignalNeed
     return need("overrun", 0.0, 0.0, bottleneck_only=True)
@@ -109,9 +105,9 @@ ROWS: Mapping[str, Row] = {
     "slope": Row("no growth from a slope", constants={"growth_cap": 0.0}),
     "chance": Row(
         "no allowance for chance in the slope and before shrinking",
-        functions={"estimate:PoolInputs._chance": _always(0.0)},
+        functions={"estimate:Tick._chance": _always(0.0)},
     ),
-    "flow": Row("all promised KV counts", functions={"estimate:PoolInputs._flow": _always(1.0)}),
+    "flow": Row("all promised KV counts", functions={"estimate:Tick._flow": _always(1.0)}),
     "kv-noise": Row("KV in use is not smoothed against chance", functions={"demand:NOISE": 0.0}),
     "bands": Row("grow and shrink at the target", functions={"size:bands": _target_bands}),
     "attribution-gate": Row("every pool may grow", constants={"bottleneck_share": 0.0}),
@@ -123,7 +119,7 @@ ROWS: Mapping[str, Row] = {
         "pools of a node class share nothing",
         functions={"decide:_share_exhausted": _first},
     ),
-    "correction": Row("predictions are not corrected", functions={"estimate:corrected": _first}),
+    "correction": Row("predictions are not corrected", functions={"readings:Measured.ratio": 1.0}),
 }
 
 

@@ -1,11 +1,11 @@
-"""What gateways counted within the last window, all of them together.
+"""Counts of all gateways within the last window, as a ring of twelve slots. Pure.
 
-tick k:  counters of each gateway ──minus those at tick k-1──▶ slot ⌊now / width⌋, twelve a window
-total(window) = Σ slots           p95 by interpolation inside a bucket
+tick k  counters of each gateway minus those of tick k-1 ─▶ slot ⌊now / slot width⌋
+total   Σ slots of one window; p95 by interpolation inside a bucket
 
-Gateways count since they started. A gateway with a new boot id counts from zero, one that vanished
-leaves what it counted, and one whose counter fell starts anew: a counter that falls says nothing.
-The first reading ever is where counting begins.
+Counters are cumulative since the gateway's start. A new boot id counts from zero. A gateway that is
+gone keeps its counts until they leave the window. If a counter decreased, that tick adds nothing.
+The first sample of a process is the zero of its counting.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from vlm_operator.names import Role
-from vlm_operator.state import Sample, Ttft
+from vlm_operator.state import Sample, StageSeconds, Ttft
 
 Key = TypeVar("Key")
 Number = TypeVar("Number", int, float)
 QUANTILE = 0.95
-SLOTS = 12  # of one window
-ITL = "itl"  # the times between tokens, kept beside the modalities
-LATELY_SECONDS = 60.0  # that a moment is judged by: an overrun that is over is no reason to grow
-MAX_GATEWAYS = 256  # whose last counters are kept
+SLOTS = 12
+ITL = "itl"  # the key of ITL beside the modalities of TTFT
+LATELY_SECONDS = 60.0
+MAX_GATEWAYS = 256  # boot ids whose last counters are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Tally:
     """Requests of one modality within some time.
 
     Attributes:
-        buckets: upper bound in seconds → requests between the next lower bound and it.
-        met, missed_seconds: seconds by stage, of requests that met and that missed their target.
-        stage_buckets: the same as `buckets`, by stage.
+        buckets: upper bound in seconds → requests between the next lower bound and it; without
+            empty buckets.
+        met, missed_seconds: seconds by stage of requests that met, and that missed their target.
+        stage_buckets: as `buckets`, by stage.
     """
 
     count: int = 0
@@ -45,7 +46,6 @@ class Tally:
     stage_buckets: Mapping[str, Mapping[float, int]] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: Tally) -> Tally:
-        """Both together."""
         names = self.stage_buckets.keys() | other.stage_buckets.keys()
         return Tally(
             count=self.count + other.count,
@@ -59,10 +59,14 @@ class Tally:
             },
         )
 
+    def stage_seconds(self, stage: str) -> float:
+        """Seconds of all requests in one stage."""
+        return self.met.get(stage, 0.0) + self.missed_seconds.get(stage, 0.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """What was counted in one twelfth of a window, by modality."""
+    """The counts of one twelfth of a window, by modality."""
 
     number: int
     tallies: Mapping[str, Tally]
@@ -70,12 +74,12 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The last readings of all gateways, and what came within the window.
+    """The last counters of all gateways, and the counts of the window.
 
     Attributes:
-        counters: the last reading by boot id and modality, None before the first.
+        counters: by boot id and modality; None before the first sample.
         slots: oldest first.
-        closed: sum of the slots of one window that no longer grow, so that a tick adds one slot.
+        closed: sum of all slots but the newest, so that a tick adds only one slot.
     """
 
     counters: Mapping[str, Mapping[str, Ttft]] | None = None
@@ -83,84 +87,68 @@ class Window:
     closed: Slot | None = None
 
     def advance(self, samples: Iterable[Sample], *, now: float, window: float) -> Window:
-        """Take one more reading; returns itself where no gateway counted anything."""
-        seen = {item.boot_id: read(item) for item in samples if item.role is Role.GATEWAY}
+        """Add the samples of one tick; returns `self` if no gateway counted anything.
+
+        `window` is its length in seconds.
+        """
+        seen = {item.boot_id: _counters(item) for item in samples if item.role is Role.GATEWAY}
         known = self.counters
         if known is None:
             return Window(seen) if seen else self
         if all(known.get(boot) == counters for boot, counters in seen.items()):
             return self
-        grown: dict[str, Tally] = {}
-        for boot, counters in seen.items():
-            before = known.get(boot, {})
-            for name, item in counters.items():
-                tally = growth(before.get(name), item)
-                if tally is not None:
-                    grown[name] = grown[name] + tally if name in grown else tally
-        # the newest at the end, so that the oldest of too many are forgotten
-        last = {**{boot: item for boot, item in known.items() if boot not in seen}, **seen}
-        last = dict(list(last.items())[-MAX_GATEWAYS:])
-        slots = self._with(grown, now=now, window=window)
-        closed = self.closed
-        if closed is None or closed.number != slots[-1].number or len(slots) < len(self.slots):
-            closed = Slot(slots[-1].number, _total(slots[:-1], slots[-1].number - SLOTS))
-        return Window(last, slots, closed)
-
-    def total(self, *, now: float, window: float) -> dict[str, Tally]:
-        """Everything within the last window, by modality."""
-        number = _number(now, window)
-        if self.closed is not None and self.closed.number == number:
-            return _total((self.closed, self.slots[-1]), number - SLOTS)
-        return _total(self.slots, number - SLOTS)
-
-    def lately(self, *, now: float, window: float) -> dict[str, Mapping[float, int]]:
-        """The buckets of the slots of the last minute, at least of the newest one."""
-        newest = _number(now, window)
-        first = min(newest, _number(now - LATELY_SECONDS, window) + 1)
-        found: dict[str, Mapping[float, int]] = {}
-        for slot in self.slots:
-            if slot.number >= first:
-                for name, tally in slot.tallies.items():
-                    found[name] = _sum(found.get(name, {}), tally.buckets)
-        return found
-
-    def edges(self, name: str) -> tuple[float, ...]:
-        """The bounds by which any gateway counts a modality now, ascending."""
-        found = self._counted(name)
-        return tuple(sorted({bound for item in found for bound in item.buckets}))
-
-    def stage_edges(self, name: str) -> tuple[float, ...]:
-        """The same of its stages."""
-        stages = [stage for item in self._counted(name) for stage in item.stages.values()]
-        return tuple(sorted({bound for stage in stages for bound in stage.buckets}))
-
-    def _counted(self, name: str) -> list[Ttft]:
-        known = self.counters or {}
-        return [counters[name] for counters in known.values() if name in counters]
-
-    def _with(self, grown: Mapping[str, Tally], *, now: float, window: float) -> tuple[Slot, ...]:
         number = _number(now, window)
         kept = [slot for slot in self.slots if number - SLOTS < slot.number < number]
-        # a clock that was put back adds to the newest slot
-        same = [slot for slot in self.slots if slot.number >= number][:1]
-        tallies = dict(same[0].tallies) if same else {}
-        for name, tally in grown.items():
-            tallies[name] = tallies[name] + tally if name in tallies else tally
-        return (*kept, Slot(number, tallies))
+        # if the clock went back, the newest slot takes the counts
+        newest = [slot for slot in self.slots if slot.number >= number][:1]
+        tallies = dict(newest[0].tallies) if newest else {}
+        grown = _total(
+            {name: tally}
+            for boot, counters in seen.items()
+            for name, item in counters.items()
+            if (tally := growth(known.get(boot, {}).get(name), item)) is not None
+        )
+        slots = (*kept, Slot(number, _total([tallies, grown])))
+        closed = self.closed
+        if closed is None or closed.number != number or len(slots) < len(self.slots):
+            closed = Slot(number, _total(slot.tallies for slot in kept))
+        # the newest last, so that the oldest are dropped
+        last = {boot: item for boot, item in known.items() if boot not in seen} | seen
+        return Window(dict(list(last.items())[-MAX_GATEWAYS:]), slots, closed)
 
+    def total(self, *, now: float, window: float) -> dict[str, Tally]:
+        """Return the counts of the last window, by modality."""
+        number = _number(now, window)
+        if self.closed is not None and self.closed.number == number:
+            return _total([self.closed.tallies, self.slots[-1].tallies])
+        return self._since(number - SLOTS + 1)
 
-def read(sample: Sample) -> dict[str, Ttft]:
-    """A gateway's counters: TTFT by modality, and the gaps between tokens beside them."""
-    if sample.gaps is None:
-        return dict(sample.ttft)
-    gaps = Ttft(sample.gaps.count, 0, 0.0, sample.gaps.buckets, {})
-    return {**sample.ttft, ITL: gaps}
+    def lately(self, *, now: float, window: float) -> dict[str, Tally]:
+        """Return the counts of the last minute's slots, at least of the newest slot."""
+        newest = _number(now, window)
+        return self._since(min(newest, _number(now - LATELY_SECONDS, window) + 1))
+
+    def edges(self, modality: str) -> list[float]:
+        """Return the bucket bounds of a modality in the last counters of any gateway."""
+        return _bounds(item.buckets for item in self._counted(modality))
+
+    def stage_edges(self, modality: str) -> list[float]:
+        """Return the bucket bounds of the modality's stages."""
+        counted = self._counted(modality)
+        return _bounds(stage.buckets for item in counted for stage in item.stages.values())
+
+    def _counted(self, modality: str) -> list[Ttft]:
+        known = self.counters or {}
+        return [counters[modality] for counters in known.values() if modality in counters]
+
+    def _since(self, first: int) -> dict[str, Tally]:
+        return _total(slot.tallies for slot in self.slots if slot.number >= first)
 
 
 def growth(before: Ttft | None, now: Ttft) -> Tally | None:
-    """What one gateway counted between two readings; None where nothing can be said.
+    """Return what one gateway counted between two samples; None if a counter decreased.
 
-    Bounds move with the target: only those that both readings share say how much was added.
+    The gateway's bucket bounds follow the target. Only bounds of both samples show growth.
     """
     if before is None:
         before = Ttft(0, 0, 0.0, dict.fromkeys(now.buckets, 0), {})
@@ -170,35 +158,30 @@ def growth(before: Ttft | None, now: Ttft) -> Tally | None:
     buckets = _increments(before.buckets, now.buckets)
     if buckets is None:
         return None
-    met, spent, stages = {}, {}, {}
+    met, missed_seconds, stages = {}, {}, {}
     for name, stage in now.stages.items():
-        old = before.stages.get(name)
-        met[name] = max(0.0, stage.met - (old.met if old else 0.0))
-        spent[name] = max(0.0, stage.missed - (old.missed if old else 0.0))
+        old = before.stages.get(name, StageSeconds(0.0, 0.0, dict.fromkeys(stage.buckets, 0)))
+        met[name] = max(0.0, stage.met - old.met)
+        missed_seconds[name] = max(0.0, stage.missed - old.missed)
         if stage.buckets:
-            old_buckets = old.buckets if old else dict.fromkeys(stage.buckets, 0)
-            stages[name] = _increments(old_buckets, stage.buckets) or {}
-    return Tally(count, min(missed, count), buckets, met, spent, stages)
+            stages[name] = _increments(old.buckets, stage.buckets) or {}
+    return Tally(count, min(missed, count), buckets, met, missed_seconds, stages)
 
 
-def percentile(
-    buckets: Mapping[float, int], share: float = QUANTILE, *, edges: Iterable[float] = ()
-) -> float | None:
-    """Interpolate a percentile inside its bucket, as Prometheus' histogram_quantile does.
+def percentile(buckets: Mapping[float, int], *, edges: Iterable[float] = ()) -> float | None:
+    """Return the 95th percentile, linear inside its bucket as Prometheus' histogram_quantile.
 
     Args:
-        buckets: upper bound → how many between the next lower bound and it.
-        share: 0.95 for the 95th.
-        edges: bounds at which none was counted.
+        buckets: as in `Tally`.
+        edges: bounds of empty buckets.
 
     Returns:
-        None where nothing was counted; of what lies beyond the last finite bound, that bound.
+        The last finite bound if the percentile is beyond it; None if there are no counts.
     """
-    total = sum(buckets.values())
-    if total <= 0:
+    rank, below = QUANTILE * sum(buckets.values()), 0
+    if rank <= 0:
         return None
     bounds = sorted({*buckets, *edges} - {math.inf})
-    rank, below = share * total, 0
     for index, bound in enumerate(bounds):
         inside = buckets.get(bound, 0)
         if below + inside >= rank and inside:
@@ -208,41 +191,47 @@ def percentile(
     return bounds[-1] if bounds else None
 
 
-def _total(slots: Iterable[Slot], after: int) -> dict[str, Tally]:
-    found: dict[str, Tally] = {}
-    for slot in slots:
-        if slot.number > after:
-            for name, tally in slot.tallies.items():
-                found[name] = found[name] + tally if name in found else tally
-    return found
+def _counters(sample: Sample) -> dict[str, Ttft]:
+    """Return a gateway's counters of TTFT by modality, and of ITL in the same form."""
+    if sample.gaps is None:
+        return dict(sample.ttft)
+    return {**sample.ttft, ITL: Ttft(sample.gaps.count, 0, 0.0, sample.gaps.buckets, {})}
+
+
+def _bounds(buckets: Iterable[Mapping[float, int]]) -> list[float]:
+    return sorted({bound for item in buckets for bound in item})
 
 
 def _number(now: float, window: float) -> int:
     return math.floor(now * SLOTS / max(window, 1e-3))
 
 
+def _total(parts: Iterable[Mapping[str, Tally]]) -> dict[str, Tally]:
+    found: dict[str, Tally] = {}
+    for part in parts:
+        for name, tally in part.items():
+            found[name] = found[name] + tally if name in found else tally
+    return found
+
+
 def _increments(before: Mapping[float, int], now: Mapping[float, int]) -> dict[float, int] | None:
-    """How many fell between neighbouring bounds; None where a cumulative count fell."""
+    """Return the growth of each bucket from cumulative counts; None if a count decreased."""
     found: dict[float, int] = {}
     below = 0
-    for bound in sorted(now):
-        if bound in before:
-            added = now[bound] - before[bound]
-            if added < below:
-                return None
-            if added > below:
-                found[bound] = added - below
-            below = added
+    for bound in sorted(now.keys() & before.keys()):
+        added = now[bound] - before[bound]
+        if added < below:
+            return None
+        if added > below:
+            found[bound] = added - below
+        below = added
     return found
 
 
 def _sum(left: Mapping[Key, Number], right: Mapping[Key, Number]) -> Mapping[Key, Number]:
-    if not right:
-        return left
-    if not left:
-        return right
+    if not (left and right):
+        return left or right
     found = dict(left)
     for key, value in right.items():
-        before = found.get(key)
-        found[key] = value if before is None else before + value
+        found[key] = found[key] + value if key in found else value
     return found

@@ -148,7 +148,9 @@ def test_a_pod_whose_numbers_cannot_be_is_named_and_counted():
         found = await plain(pods)
         strange = found[decode[0].uid]
         return found | {
-            decode[0].uid: dataclasses.replace(strange, queued_work_seconds=-1.0),
+            decode[0].uid: dataclasses.replace(
+                strange, kv=dataclasses.replace(strange.kv, running=3 * strange.kv.capacity)
+            ),
         }
 
     before = REGISTRY.get_sample_value("triptych_operator_bad_samples_total", {"reason": "absurd"})

@@ -9,16 +9,15 @@ from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 from vlm_operator.state import ItlHistogram, KvTokens, Sample, StageSeconds, Ttft, WorkCounters
 
-STRANGE = (math.nan, math.inf, -math.inf, -1.0, 1e30)
 KINDS = {Role.ENCODER: "encode", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 STAGES = (("prefill_queue", 1.0), ("decode_reserve", 0.5), ("prefill", 0.3), ("encode", 0.2))
 
 
 class Reports:
-    """Counters of pods that restart, do not answer for some ticks, or report invalid numbers.
+    """Counters of pods that restart, do not answer for some ticks, or contradict themselves.
 
     Attributes:
-        strange: uids whose answer at this tick has an invalid number.
+        strange: uids of pods that report more KV in use at this tick than they have.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -53,11 +52,11 @@ class Reports:
         self.silent[uid] = max(0, left - 1)
         return not left and not self.outage
 
-    def _number(self, uid: str, plain: float) -> float:
+    def _used(self, uid: str, plain: int) -> int:
         if self.random.random() >= 0.005:
             return plain
         self.strange.add(uid)
-        return self.random.choice(STRANGE)
+        return 1_000_000
 
     def _boot(self, uid: str) -> str:
         if self.random.random() < 0.005:
@@ -77,9 +76,11 @@ class Reports:
             item,
             boot_id=boot,
             inflight=used // 300,
-            kv=KvTokens(10_000, used, 100, 0, 9_900 - used, round(2_000 * self.level)),
-            queued_work_seconds=self._number(uid, 3 * self.level * rng.random()),
-            started_work_seconds=self._number(uid, done),
+            kv=KvTokens(
+                10_000, self._used(uid, used), 100, 0, 9_900 - used, round(2_000 * self.level)
+            ),
+            queued_work_seconds=3 * self.level * rng.random(),
+            started_work_seconds=done,
             busy={KINDS[item.role]: busy},
         )
 
@@ -89,10 +90,7 @@ class Reports:
         counted[1] = min(counted[0], counted[1] + (self.random.random() < 0.1))
         most, missed = counted
         met = most - missed
-        stages = {
-            name: StageSeconds(met * 0.1, self._number(uid, missed * share))
-            for name, share in STAGES
-        }
+        stages = {name: StageSeconds(met * 0.1, missed * share) for name, share in STAGES}
         buckets = {0.5: met, 1.0: met, math.inf: most}
         return sample(
             uid,

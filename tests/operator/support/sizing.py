@@ -10,9 +10,9 @@ from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.decide import decide_replicas
 from vlm_operator.autoscale.estimate import Estimate
 from vlm_operator.autoscale.history import ScalingMemory
-from vlm_operator.autoscale.horizon import Phases
 from vlm_operator.autoscale.outcome import Attribution, Candidate, Decision, Need
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, VariantPolicy
+from vlm_operator.autoscale.startups import Phases
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import Role
 

@@ -16,8 +16,8 @@ from vlm_operator.autoscale.capacity import (
 from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimate import Estimate
 from vlm_operator.autoscale.history import Exhausted, ScalingHistory, ScalingMemory
-from vlm_operator.autoscale.horizon import Phases
 from vlm_operator.autoscale.policy import Budget
+from vlm_operator.autoscale.startups import Phases
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role
 

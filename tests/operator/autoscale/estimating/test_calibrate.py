@@ -1,6 +1,5 @@
 """Fits find the coefficients that made the rows, and believe nothing that they should not."""
 
-import dataclasses
 import random
 
 import pytest
@@ -13,7 +12,6 @@ from vlm_operator.autoscale.calibrate import (
     Fit,
     FitMemory,
     Row,
-    fit_of,
     service_seconds,
     with_row,
 )
@@ -100,16 +98,6 @@ def test_rows_are_forgotten_and_a_new_shape_starts_afresh():
 def test_the_same_shape_starts_nothing_afresh():
     memory = added(rows(0.05, 1e-3))
     assert len(added(rows(0.05, 1e-3, at=NOW + 200, count=5, noise=0.1), memory).rows) == 25
-
-
-def test_a_variant_without_rows_is_seeded_by_the_speeds_of_node_types():
-    asked = policy(decode={"variants": (PLAIN, dataclasses.replace(PLAIN, name="slow", speed=0.5))})
-    known = {"decode/plain/decode": FitMemory((), fit(rows(0.1, 1e-3)))}
-    guess = fit_of(asked, known, "slow")
-    assert guess is not None
-    assert not guess.confident
-    assert guess.slope == pytest.approx(2e-3)
-    assert fit_of(asked, {}, "slow") is None
 
 
 def decode_step(pod: Pod, tokens: int, *, base: float, slope: float) -> None:

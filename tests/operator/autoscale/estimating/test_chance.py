@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from support.estimates import Service, busy, policy
 from vlm_operator.autoscale.constants import Constants
-from vlm_operator.autoscale.demand import NOISE
-from vlm_operator.autoscale.horizon import planned
+from vlm_operator.autoscale.demand import NOISE, planned
 from vlm_operator.names import Role
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.estimates import Service, busy, policy
-from vlm_operator.autoscale.readings import LEAST, MOST, Measured
+from vlm_operator.autoscale.readings import MAX_RATIO, MIN_RATIO, Measured
 from vlm_operator.names import Role
 
 KIND = {Role.ENCODER: "encode", Role.PREFILL: "prefill"}
@@ -40,7 +40,7 @@ def test_demand_is_in_seconds_that_work_took(role, factor, rate, queued):
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9))
 def test_no_measurement_multiplies_a_need_beyond_its_bounds(taken, admitted):
-    assert LEAST <= Measured(0.0, taken, admitted).ratio <= MOST
+    assert MIN_RATIO <= Measured(0.0, taken, admitted).ratio <= MAX_RATIO
 
 
 def test_pods_that_do_not_report_how_long_they_were_busy_are_believed():

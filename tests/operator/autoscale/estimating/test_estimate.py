@@ -9,7 +9,7 @@ from support.estimates import NOW, Pod, Service, busy, policy, signals
 from vlm_operator.autoscale.demand import DemandMemory, demand_of
 from vlm_operator.autoscale.estimate import EstimateMemory, estimate
 from vlm_operator.autoscale.policy import VariantPolicy
-from vlm_operator.autoscale.readings import LastAnswer, PodReading, PoolReading
+from vlm_operator.autoscale.readings import LastSample, PodReading, PoolReading
 from vlm_operator.names import POOL_ROLES, Role
 
 
@@ -241,6 +241,6 @@ def test_room_promised_to_prompts_stuck_before_prefill_is_no_load_of_decode():
 
 
 def pool_reading(*, running: int, promised: int, inflight: int) -> PoolReading:
-    last = LastAnswer(NOW, "b", 0.0, 0.0, 0.0, inflight, running, promised, 0, 24_000, 0.0, {})
-    pod = PodReading("uid", "default", 1.0, True, last)
-    return PoolReading(Role.DECODE, (pod,), True, 1.0, 0.0, 0.0, 1)
+    last = LastSample(NOW, "b", 0.0, 0.0, 0.0, inflight, running, promised, 0, 24_000, 0.0, {})
+    pod = PodReading("uid", "default", 1.0, answered=True, last=last)
+    return PoolReading(Role.DECODE, (pod,), known=True, coming_units=0.0, replicas=1)

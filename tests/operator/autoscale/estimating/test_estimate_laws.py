@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 import random
 from typing import Any
 
@@ -107,15 +106,12 @@ def test_less_is_never_asked_for_than_may_be_left(found, asked, ticks):
         assert 0 <= need.units <= need.least_units
 
 
-wrong = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e300])
-
-
-@given(pools, requests, st.integers(2, 20), wrong, st.sampled_from(POOL_ROLES))
-def test_an_absurd_answer_is_worth_no_answer(found, asked, ticks, value, role):
+@given(pools, requests, st.integers(2, 20), st.sampled_from(POOL_ROLES))
+def test_an_absurd_answer_is_worth_no_answer(found, asked, ticks, role):
     living = service(found, asked, ticks=ticks)
     absurd = copy.deepcopy(living)
     living.of(role)[0].answers = False
-    absurd.of(role)[0].queued = value
+    absurd.of(role)[0].admitted += 1e9
     missing, strange = living.tick(), absurd.tick()
     assert len(strange.absurd) == 1
     assert strange.needs == missing.needs
@@ -137,7 +133,7 @@ def test_silence_changes_no_demand_for_as_long_as_it_is_short(found, ticks, data
             assert after.needs[role].known == (answered >= 0.7 * len(living.of(role)))
 
 
-ABSURD = (math.nan, math.inf, -1.0, 1e300, 10**400, -(10**6), 0, 2**60)
+EXTREME = (0, 10**12)  # scrape drops what is negative, not finite or greater
 
 
 class Chaos:
@@ -188,7 +184,7 @@ class Chaos:
         return Pod(str(draw.random()), role, variant, created=NOW - draw.choice((0, 60, -60)))
 
     def _number(self, plain: Any) -> Any:
-        return self._draw.choice(ABSURD) if self._draw.random() < 0.02 else plain
+        return self._draw.choice(EXTREME) if self._draw.random() < 0.02 else plain
 
     def _sample(self, pod: Pod) -> Sample:
         draw = self._draw

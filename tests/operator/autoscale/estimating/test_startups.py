@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.estimates import NOW, PLAIN, Pod, Service, policy
-from vlm_operator.autoscale.horizon import (
-    StartupMemory,
-    percentile_90,
-    planned,
-    rising_slope,
-    time_startups,
-)
+from vlm_operator.autoscale.demand import planned, rising_slope
+from vlm_operator.autoscale.startups import StartupMemory, percentile_90, time_startups
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import Role
 
