@@ -7,13 +7,14 @@ decode: 6 replicas (a 4, b 2), 12.00 an hour
   signals  kvTokens 6, utilization 3
   misses   decode_reserve 62 %, prefill_queue 21 %
   bound    MaxPodsPerMinute
-  next     grows on within the next minute; …
+  next     goes on within a minute: …
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,16 +24,16 @@ from vlm_operator.autoscale.record import Record
 from vlm_operator.autoscale.size import LoadSignals
 from vlm_operator.names import POOL_ROLES, Role
 
-# What would change a pool's size, by the bound that limits it.
-BOUND_NEXT: Mapping[Bound, str] = {
+# What would change a pool's size, by the bound that limits it; without a bound, by the reason.
+NEXT: Mapping[str, str] = {
     Bound.MIN: "less is not allowed: scaling.minReplicas",
     Bound.MAX: "more is not allowed: scaling.maxReplicas",
     Bound.BUDGET: "more needs a greater budget (spec.budget), or less need elsewhere",
-    Bound.BUDGET_UNREADABLE: "nothing grows until the budget can be established: spec.budget, and "
+    Bound.BUDGET_UNREADABLE: "nothing grows until the budget can be computed: spec.budget, and "
     "the cost of every node type",
     Bound.CAPACITY: "more needs nodes of its types, another variant, or a greater "
     "variants[].maxReplicas",
-    Bound.POOL_RATIO: "spec.poolRatios ties it to another pool",
+    Bound.POOL_RATIO: "spec.poolRatios limits its ratio to another pool",
     Bound.MAX_PODS_PER_MINUTE: "goes on within a minute: scaling.behavior.*.maxPodsPerMinute",
     Bound.UNKNOWN_TIMES: "goes on by one replica at a time: more work shows how long it takes",
     Bound.UP_WINDOW: "grows when the need has lasted: scaling.behavior.scaleUp"
@@ -42,15 +43,12 @@ BOUND_NEXT: Mapping[Bound, str] = {
     Bound.SLO_MARGIN: "shrinks when no target has been close for a whole window",
     Bound.ROLLOUT: "shrinks when the rollout is done",
     Bound.FRESHNESS: "shrinks when nearly all ready pods answer",
-    Bound.IDLE_SECONDS: "goes to zero when nothing has come for scaling.scaleToZero.idleSeconds",
-}
-# What would change a pool's size if no bound limits it, by the reason of the decision.
-REASON_NEXT: Mapping[Reason, str] = {
+    Bound.IDLE_SECONDS: "goes to zero after scaling.scaleToZero.idleSeconds without images",
     Reason.MANUAL: "the manifest: scaling.replicas",
     Reason.PUT_BACK: "the manifest: scaling.replicas; mode External lets others write VLMPool",
-    Reason.EXTERNAL: "whoever writes VLMPool's spec.replicas",
+    Reason.EXTERNAL: "the writer of VLMPool's spec.replicas",
     Reason.FOREIGN_WRITE: "the autoscaler decides again after one window",
-    Reason.SCALING_CONFLICT: "mode External; or let the other writer stop, and delete the VLMPool",
+    Reason.SCALING_CONFLICT: "mode External; or stop the other writer, and delete the VLMPool",
     Reason.OFF: "autoscaling.policy: Active",
     Reason.BOUNDS: "scaling.minReplicas and maxReplicas, or spec.budget",
     Reason.MISSING_METRICS: "pods that answer to /stats",
@@ -69,73 +67,41 @@ REASON_NEXT: Mapping[Reason, str] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Story:
-    """The content of one pool's explanation.
-
-    Attributes:
-        now: replicas that the pool should have.
-        variants: replicas by variant.
-        decision: fields of `lastDecision`; {} if the autoscaler has not decided yet.
-        notes: lines that follow the explanation.
-        numbers: lines with the numbers of the decision.
-    """
-
-    role: Role
-    now: int
-    variants: Mapping[str, int]
-    decision: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-
-
 def explain(record: Record) -> str:
     """Explain the size of each pool at one recorded tick."""
-    moment = _clock(record.view.now)
-    head = [f"{record.service} at {moment} UTC"]
     estimate = record.outcome.estimate
+    lines = [f"{record.service} at {_utc(record.view.now)} UTC"]
     for item in estimate.attributions:
         target = "" if item.target_seconds is None else f", target {item.target_seconds * 1000:.0f}"
-        p95 = "unknown" if item.p95_seconds != item.p95_seconds else f"{item.p95_seconds * 1e3:.0f}"
+        p95 = "unknown" if math.isnan(item.p95_seconds) else f"{item.p95_seconds * 1000:.0f}"
         line = f"{item.modality}: TTFT p95 {p95} ms{target}, {item.missed} of {item.count} missed"
-        head.append(line if item.attainable else f"{line}; {beyond(item)}")
+        lines.append(line if item.attainable else f"{line}; {beyond(item)}")
     if estimate.absurd:
-        head.append(f"numbers that cannot be, taken for silence: {', '.join(estimate.absurd)}")
-    stories = [
-        dataclasses.replace(_of_decision(role, item), numbers=tuple(_numbers(record, role)))
+        lines.append(f"pods with impossible numbers count as silent: {', '.join(estimate.absurd)}")
+    parts = [
+        _pool(role, item.to, item.variants, _status(item), _notes(item), _numbers(record, role))
         for role, item in record.outcome.decisions.items()
     ]
-    return "\n".join([*head, "", tell(stories)])
+    return "\n\n".join(["\n".join(lines), *parts])
 
 
 def explain_status(service: Mapping[str, Any], notes: Mapping[Role, Iterable[str]]) -> str:
-    """Explain the size of each pool from a VLMService's status.
+    """Explain the size of each pool from a VLMService's status; "" without pools in it.
 
     Args:
         service: the manifest with its status.
         notes: lines from the autoscaler's memory, by pool.
     """
     pools = (service.get("status") or {}).get("pools") or {}
-    stories = []
-    for role in POOL_ROLES:
-        pool = pools.get(role)
-        if pool is None:
-            continue
+    parts = []
+    for role in [role for role in POOL_ROLES if role in pools]:
+        pool = pools[role]
+        desired, wanted = pool.get("desiredReplicas", 0), pool.get("recommendation")
+        own = [] if wanted in (None, desired) else [f"the need alone asks for {wanted}"]
         variants = {item["name"]: item.get("replicas", 0) for item in pool.get("variants") or ()}
-        extra = list(notes.get(role, ()))
-        wanted = pool.get("recommendation")
-        if wanted is not None and wanted != pool.get("desiredReplicas"):
-            extra.insert(0, f"the need alone asks for {wanted}")
-        stories.append(
-            Story(
-                role=role,
-                now=pool.get("desiredReplicas", 0),
-                variants=variants,
-                decision=pool.get("lastDecision") or {},
-                notes=tuple(extra),
-            )
-        )
-    return tell(stories)
+        decision = pool.get("lastDecision") or {}
+        parts.append(_pool(role, desired, variants, decision, [*own, *notes.get(role, ())], ()))
+    return "\n\n".join(parts)
 
 
 def beyond(item: Attribution) -> str:
@@ -162,19 +128,16 @@ def round_ms(seconds: float) -> int:
     return round(seconds * 100) * 10
 
 
-def tell(stories: Iterable[Story]) -> str:
-    """Format each pool in a few lines, with an empty line between pools."""
-    return "\n\n".join("\n".join(_lines(story)) for story in stories)
+def what_next(reason: str, limited_by: str | None) -> str:
+    """Say what would change the size; a newer operator may have other reasons."""
+    return NEXT.get(limited_by or "") or NEXT.get(reason, "unknown to this version of vlm")
 
 
-def _of_decision(role: Role, decision: Decision) -> Story:
-    notes = []
-    if decision.recommendation not in (None, decision.to):
-        notes.append(f"the need alone asks for {decision.recommendation}")
-    if decision.capacity:
-        notes.append(decision.capacity)
-    shown = {
-        "time": f"{_clock(decision.time)}",
+def _status(decision: Decision) -> dict[str, Any]:
+    """Return a decision as in `status.pools.*.lastDecision`, with exact shares."""
+    cost = decision.cost_per_hour
+    return {
+        "time": _utc(decision.time),
         "from": decision.before,
         "to": decision.to,
         "reason": decision.reason,
@@ -182,121 +145,108 @@ def _of_decision(role: Role, decision: Decision) -> Story:
         "limitedBy": decision.limited_by,
         "candidates": [dataclasses.asdict(item) for item in decision.candidates],
         "shares": {name: round(100 * share) for name, share in decision.shares.items()},
-        "costPerHour": None if decision.cost_per_hour is None else f"{decision.cost_per_hour:.2f}",
+        "costPerHour": None if cost is None else f"{cost:.2f}",
     }
-    return Story(role, decision.to, decision.variants, shown, tuple(notes))
 
 
-def _lines(story: Story) -> list[str]:
-    decision = story.decision
-    mix = ", ".join(f"{name} {count}" for name, count in story.variants.items() if count)
+def _notes(decision: Decision) -> list[str]:
+    wanted = decision.recommendation
+    own = [] if wanted in (None, decision.to) else [f"the need alone asks for {wanted}"]
+    return [*own, decision.capacity] if decision.capacity else own
+
+
+def _pool(
+    role: Role,
+    replicas: int,
+    variants: Mapping[str, int],
+    decision: Mapping[str, Any],
+    notes: Iterable[str],
+    numbers: Iterable[str],
+) -> str:
+    """Explain one pool in a few lines.
+
+    Args:
+        role: the pool's role.
+        replicas: replicas that the pool should have.
+        variants: replicas by variant.
+        decision: fields of `lastDecision`; {} if the autoscaler has not decided yet.
+        notes: lines at the end.
+        numbers: lines with the numbers of the decision.
+    """
+    mix = ", ".join(f"{name} {count}" for name, count in variants.items() if count)
     cost = decision.get("costPerHour")
-    head = f"{story.role}: {story.now} replica{'' if story.now == 1 else 's'}"
-    head += f" ({mix})" if mix else ""
-    lines = [head + (f", {cost} an hour" if cost else "")]
+    head = f"{role}: {replicas} replica{'' if replicas == 1 else 's'}"
+    head += (f" ({mix})" if mix else "") + (f", {cost} an hour" if cost else "")
+    ends = [_line("note", note) for note in notes]
     if not decision:
-        return [*lines, "  why      nothing has been decided yet", *_notes(story)]
-    moved = f"{decision['from']} → {decision['to']}"
-    if decision["from"] == decision["to"]:
-        moved = f"stays at {decision['to']}"
-    lines.append(
-        f"  why      {decision['reason']}, {moved} at {_time(decision['time'])} UTC: "
-        f"{decision['message']}"
-    )
-    lines += story.numbers
+        return "\n".join([head, _line("why", "nothing has been decided yet"), *ends])
+    before, to, limit = decision["from"], decision["to"], decision.get("limitedBy")
+    moved = f"stays at {to}" if before == to else f"{before} → {to}"
+    time = decision["time"].replace("T", " ").removesuffix("Z")
+    why = f"{decision['reason']}, {moved} at {time} UTC: {decision['message']}"
     signals = [f"{item['signal']} {item['replicas']}" for item in decision.get("candidates") or ()]
-    if signals:
-        lines.append(f"  signals  {', '.join(signals)} replicas")
     shares = decision.get("shares") or {}
     largest = sorted(shares, key=lambda name: (-shares[name], name))[:4]
-    if any(shares[name] for name in largest):
-        said = ", ".join(f"{name} {shares[name]} %" for name in largest if shares[name])
-        lines.append(f"  misses   {said}")
-    if decision.get("limitedBy"):
-        lines.append(f"  bound    {decision['limitedBy']}")
-    lines.append(f"  next     {what_next(decision['reason'], decision.get('limitedBy'))}")
-    return [*lines, *_notes(story)]
+    misses = ", ".join(f"{name} {shares[name]} %" for name in largest if shares[name])
+    lines = [head, _line("why", why), *numbers]
+    lines += [_line("signals", f"{', '.join(signals)} replicas")] if signals else []
+    lines += [_line("misses", misses)] if misses else []
+    lines += [_line("bound", limit)] if limit else []
+    return "\n".join([*lines, _line("next", what_next(decision["reason"], limit)), *ends])
 
 
-def what_next(reason: str, limited_by: str | None) -> str:
-    """Say what would change the size; a reason of a newer operator gives a fixed sentence."""
-    if limited_by in {item.value for item in Bound}:
-        return BOUND_NEXT[Bound(limited_by)]
-    if reason in {item.value for item in Reason}:
-        return REASON_NEXT[Reason(reason)]
-    return "unknown to this version of vlm"
+def _line(name: str, text: str) -> str:
+    return f"  {name:<8} {text}"
 
 
-def _notes(story: Story) -> list[str]:
-    return [f"  note     {note}" for note in story.notes]
-
-
-def _clock(seconds: float) -> str:
+def _utc(seconds: float) -> str:
     return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def _time(text: str) -> str:
-    return text.replace("T", " ").removesuffix("Z")
-
-
 def _numbers(record: Record, role: Role) -> list[str]:
-    """Return the numbers of one pool, with which a reader can compute the replicas by hand.
-
-    The formulas are in docs/autoscaling.md.
-    """
+    """Return lines from which a reader can compute the replicas by docs/autoscaling.md."""
     signals = record.outcome.estimate.signals.get(role)
     if signals is None:
         return []
     starts = [seconds for (of, _), seconds in record.outcome.estimate.startup.items() if of is role]
     ahead = f"{max(starts, default=0.0):.0f} s ahead"
-    if role is Role.DECODE:
-        parts = _of_tokens(record, signals, ahead)
-        if Role.PREFILL in record.policy.pools:
-            return parts
-        return [*parts, *_of_work(record, role, signals, signals.planned_work, "now")]
-    return _of_work(record, role, signals, signals.planned, ahead)
+    if role is not Role.DECODE:
+        return _work_lines(record, role, signals, f"{signals.planned:.3g} is planned for, {ahead}")
+    lines = _token_lines(record, signals, ahead)
+    if Role.PREFILL not in record.policy.pools:
+        planned = f"{signals.planned_work:.3g} is planned for, now"
+        lines += _work_lines(record, role, signals, planned)
+    return lines
 
 
-def _of_work(
-    record: Record, role: Role, signals: LoadSignals, planned: float, ahead: str
-) -> list[str]:
-    demand, rules = signals.demand, record.policy.pools[role]
+def _work_lines(record: Record, role: Role, signals: LoadSignals, planned: str) -> list[str]:
+    demand, each, budget = signals.demand, signals.service_seconds, signals.budget_seconds
     load = (
         f"{demand.erlangs:.3g} s of work came each second, {demand.queued_seconds:.3g} s wait; "
-        f"{planned:.3g} is planned for, {ahead}"
+        f"{planned}"
     )
-    rests = [f"{rules.utilization:.0%} use"]
-    each, budget = signals.service_seconds, signals.budget_seconds
+    basis = [f"{record.policy.pools[role].utilization:.0%} use"]
     if each is not None and budget is not None:
         known = "" if signals.credible else ", not credible yet"
-        rests.append(f"an item takes {each:.3g} s and may wait {budget:.3g} s{known}")
-    return [
-        _number_line("load", load),
-        _number_line("rests on", "; ".join([*rests, _bottleneck_share(record, signals)])),
-    ]
+        basis.append(f"an item takes {each:.3g} s and may wait {budget:.3g} s{known}")
+    return _load_lines(record, signals, load, basis)
 
 
-def _of_tokens(record: Record, signals: LoadSignals, ahead: str) -> list[str]:
-    demand, rules = signals.demand, record.policy.pools[Role.DECODE]
+def _token_lines(record: Record, signals: LoadSignals, ahead: str) -> list[str]:
+    demand = signals.demand
     load = (
         f"{demand.tokens:,.0f} KV tokens in use or asked for, {demand.queued_tokens:,.0f} of them "
         f"wait; {signals.planned:,.0f} are planned for, {ahead}"
     )
-    rests = [f"{rules.kv_occupancy:.0%} occupancy"]
+    basis = [f"{record.policy.pools[Role.DECODE].kv_occupancy:.0%} occupancy"]
     if demand.tokens_per_unit is not None:
-        rests.append(f"a unit has {demand.tokens_per_unit:,.0f}")
+        basis.append(f"a unit has {demand.tokens_per_unit:,.0f}")
     if signals.itl_tokens is not None:
-        rests.append(f"{signals.itl_tokens:,.0f} within the time between tokens")
-    return [
-        _number_line("load", load),
-        _number_line("rests on", "; ".join([*rests, _bottleneck_share(record, signals)])),
-    ]
+        basis.append(f"{signals.itl_tokens:,.0f} within the ITL target")
+    return _load_lines(record, signals, load, basis)
 
 
-def _bottleneck_share(record: Record, signals: LoadSignals) -> str:
-    share = f"bottleneck share {signals.bottleneck_share:.0%}"
-    return f"{share}, growth from {record.policy.constants.bottleneck_share:.0%}"
-
-
-def _number_line(name: str, text: str) -> str:
-    return f"  {name:<8} {text}"
+def _load_lines(record: Record, signals: LoadSignals, load: str, basis: list[str]) -> list[str]:
+    gate = f"growth from {record.policy.constants.bottleneck_share:.0%}"
+    basis = [*basis, f"bottleneck share {signals.bottleneck_share:.0%}, {gate}"]
+    return [_line("load", load), _line("rests on", "; ".join(basis))]

@@ -16,7 +16,7 @@ from support.samples import Reports
 from support.sizing import NOW, World, attribution, need, pool, service, variant
 from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.estimate import EstimateMemory
-from vlm_operator.autoscale.explain import BOUND_NEXT, REASON_NEXT, explain, explain_status
+from vlm_operator.autoscale.explain import NEXT, explain, explain_status
 from vlm_operator.autoscale.history import ExternalWrite, ScalingMemory
 from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.outcome import Attribution, Bound, Candidate, Reason
@@ -204,8 +204,8 @@ def test_an_idle_service_has_nothing_new_to_write():
 
 
 def test_every_reason_and_bound_says_what_would_change_it():
-    assert set(REASON_NEXT) == set(Reason)
-    assert set(BOUND_NEXT) == set(Bound)
+    assert set(NEXT) == {*Reason, *Bound}
+    assert len(NEXT) == len(Reason) + len(Bound), "no reason has the name of a bound"
 
 
 def test_a_record_is_explained_with_signals_shares_bound_and_what_would_change_it():
