@@ -149,10 +149,7 @@ class Policy:
         """See `run.Autoscaler`."""
         outcome = decide(self._policy, reading.view, self._memory)
         self._memory = outcome.memory
-        return {
-            role: Choice(item.variants, item.claim, item)
-            for role, item in outcome.decisions.items()
-        }
+        return {role: Choice(item.variants, item.claim) for role, item in outcome.decisions.items()}
 
 
 @contextlib.contextmanager

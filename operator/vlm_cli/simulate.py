@@ -27,11 +27,10 @@ from vlm_cli.simulator.contenders import (
     read_tuned,
 )
 from vlm_cli.simulator.generate import ALL_SHAPES, generate
-from vlm_cli.simulator.hardware import Hardware
+from vlm_cli.simulator.hardware import Hardware, HardwareError, read_hardware
 from vlm_cli.simulator.run import Setup
 from vlm_cli.simulator.scenario import standard
 from vlm_cli.simulator.score import Score, front, score
-from vlm_cli.simulator.settings import HardwareError, read_hardware
 from vlm_cli.simulator.trace import Trace, TraceError, read_trace
 from vlm_operator.api import resolve
 from vlm_operator.api.enums import ScalingMode

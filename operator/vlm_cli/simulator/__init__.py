@@ -1,12 +1,12 @@
-"""Simulates a service, with the operator's own autoscaling code. Deterministic for a seed.
+"""Simulates a service with the operator's autoscaling code. Deterministic for a seed.
 
-trace.py       Request, Trace, recorded traces       generate.py  generated traces
-hardware.py    speeds, memory, random deviations     settings.py  reads hardware from YAML
-job.py         simulated time, one request in flight pods.py      life cycle of a pod
-computer.py    encoder and prefill pods              decoder.py   decode pods
-pool.py        Deployments, nodes, drains            gateway.py   routing; meters.py: its metrics
-cluster.py     the service, and an autoscaler's view run.py       a trace under an autoscaler
-contenders.py  all autoscalers by name, also ours    scenario.py  services of the comparison
-baselines.py   other autoscalers                     horizontal.py the arithmetic of HPA
-score.py       misses, hours and cost of a run       chart.py     SVG chart of points
+trace.py       Request, Trace, recorded traces        generate.py     generated traces
+hardware.py    speeds, memory, noise; their YAML file  job.py          clock, one request in flight
+pod.py         life cycle of a pod, its interface      compute_pod.py  encoder and prefill pods
+pool.py        Deployments, nodes, drains              decode_pod.py   decode pods
+gateway.py     routing, KV reservations                gateway_metrics.py  TTFT by stage, ITL
+cluster.py     the service, an autoscaler's view       run.py          a trace under an autoscaler
+contenders.py  all autoscalers by name, also ours      scenario.py     services of the comparison
+baselines.py   other autoscalers                       horizontal.py   the arithmetic of an HPA
+score.py       missed minutes, hours, cost of a run    chart.py        SVG chart of points
 """

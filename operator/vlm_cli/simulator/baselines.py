@@ -1,8 +1,7 @@
 """Baselines: other autoscalers as implemented upstream, for comparison with ours.
 
-horizontal.py has the HorizontalPodAutoscaler's own arithmetic, which three of them share.
-They ignore node types: each uses the first variant of a pool. A budget limits them like a quota:
-pods beyond it stay pending.
+Three of them use the HorizontalPodAutoscaler's arithmetic in horizontal.py. They ignore node types:
+all replicas get the first variant of a pool. They ignore the budget: pods beyond it stay pending.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from vlm_operator.state import Sample
 _KEDA_SECONDS = 30.0
 _LINKED_SECONDS = 5.0
 _THRESHOLD_SECONDS = 5.0
-_PANIC = 2.0
+_PANIC_RATIO = 2.0
 _PANIC_HOLD_SECONDS = 60.0
-_ITEM_SECONDS = 0.4  # of one image or prompt, for the spread of what arrives
-_OCCUPANCY_BELOW = 0.1  # decode aims so much lower than the others
+_ITEM_SECONDS = 0.4  # work of one image or prompt, for the deviation of the arriving work
+_DECODE_MARGIN = 0.1  # decode's target is lower than `use` by this
 
 
 class QueueLength:
-    """HPA on queue length: one per pool, on requests that wait or on requests under way.
+    """HPA on queue length: one per pool, on waiting requests or on requests in flight.
 
     Args:
         signal: "waiting" or "inflight".
-        target: for each encoder and prefill replica.
-        decode_target: for each decode replica; with "waiting", requests without room.
+        target: requests per encoder or prefill replica.
+        decode_target: requests per decode replica; waiting are those without a KV reservation.
     """
 
     GRID: ClassVar[horizontal.GRID] = {
-        "signal": ("inflight",),  # requests that wait tell of nothing before it is too late
+        "signal": ("inflight",),  # waiting requests appear only after TTFT has risen
         "target": (2.0, 3.0),
         "decode_target": (14.0,),
         "down_seconds": (120.0, 180.0, 300.0),
@@ -52,27 +51,27 @@ class QueueLength:
         decode_target: float = 12.0,
         down_seconds: float = 300.0,
     ) -> None:
-        self._read = horizontal.inflight if signal == "inflight" else horizontal.queued
+        self._metric = horizontal.inflight if signal == "inflight" else horizontal.queued
         self._targets = dict.fromkeys(policy.pools, target) | {Role.DECODE: decode_target}
-        self._hpas = horizontal.Hpas(policy, down_seconds=down_seconds)
+        self._hpas = horizontal.HPAs(policy, down_seconds=down_seconds)
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
 
-        def advise(role: Role, current: int) -> int:
-            return horizontal.by_total(self._read(reading, role), self._targets[role], current)
+        def recommend(role: Role, current: int) -> int:
+            return horizontal.by_total(self._metric(reading, role), self._targets[role], current)
 
-        return self._hpas.decide(reading, advise)
+        return self._hpas.decide(reading, recommend)
 
 
 class KvOccupancy:
-    """KEDA on KV occupancy for decode; encoders and prefill have no such signal and use the queue.
+    """KEDA on KV occupancy for decode, and on requests in flight for encoders and prefill.
 
-    KEDA asks for metrics every 30 s and hands them to an HPA that it owns.
+    KEDA reads metrics every 30 s, for an HPA that it owns.
 
     Args:
-        share: of KV tokens that each decode replica should have in use.
-        queue: requests under way for each encoder and prefill replica.
+        share: KV occupancy per decode replica, 0..1.
+        queue: requests in flight per encoder or prefill replica.
     """
 
     GRID: ClassVar[horizontal.GRID] = {
@@ -90,25 +89,25 @@ class KvOccupancy:
         down_seconds: float = 300.0,
     ) -> None:
         self._share, self._queue = share, queue
-        self._hpas = horizontal.Hpas(policy, down_seconds=down_seconds, every=_KEDA_SECONDS)
+        self._hpas = horizontal.HPAs(policy, down_seconds=down_seconds, every=_KEDA_SECONDS)
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
 
-        def advise(role: Role, current: int) -> int:
+        def recommend(role: Role, current: int) -> int:
             if role is Role.DECODE:
-                used = sum(horizontal.kv_shares(reading, role).values())
+                used = sum(horizontal.kv_occupancies(reading, role).values())
                 return horizontal.by_total(used, self._share, current)
             return horizontal.by_total(horizontal.inflight(reading, role), self._queue, current)
 
-        return self._hpas.decide(reading, advise)
+        return self._hpas.decide(reading, recommend)
 
 
 class Linked:
     """One number for three pools, 1:1:1: groups of an encoder, a prefill and a decode replica.
 
-    Every 5 s: requests under way over a target per group, at most one group more or less, and less
-    only when the last 300 s asked for less (Foretoken).
+    Every 5 s it adds or removes at most one group, by requests in flight over a target per group.
+    It removes one only if all recommendations of the last 300 s are lower (Foretoken).
 
     Args:
         signal: "waiting" or "inflight".
@@ -130,8 +129,8 @@ class Linked:
         down_seconds: float = 300.0,
     ) -> None:
         self._policy, self._target, self._down_seconds = policy, target, down_seconds
-        self._read = horizontal.inflight if signal == "inflight" else horizontal.queued
-        self._advised: list[tuple[float, int]] = []
+        self._metric = horizontal.inflight if signal == "inflight" else horizontal.queued
+        self._recommendations: list[tuple[float, int]] = []
         self._next = 0.0
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
@@ -141,39 +140,41 @@ class Linked:
             return {}
         self._next = now + _LINKED_SECONDS
         current = max(horizontal.current_of(reading, role) for role in self._policy.pools)
-        total = sum(self._read(reading, role) for role in self._policy.pools)
-        advised = max(1, math.ceil(total / self._target))
-        if not self._advised:
-            self._advised = [(now, current)]
-        self._advised = [
-            *((at, count) for at, count in self._advised if now - at < self._down_seconds),
-            (now, advised),
+        total = sum(self._metric(reading, role) for role in self._policy.pools)
+        recommended = max(1, math.ceil(total / self._target))
+        if not self._recommendations:
+            self._recommendations = [(now, current)]
+        self._recommendations = [
+            *((at, count) for at, count in self._recommendations if now - at < self._down_seconds),
+            (now, recommended),
         ]
         groups = current
-        if advised > current:
+        if recommended > current:
             groups = current + 1
-        elif max(count for _, count in self._advised) < current:
+        elif max(count for _, count in self._recommendations) < current:
             groups = current - 1
         return {
-            role: horizontal.choose(pool, horizontal.bounded(pool, groups))
+            role: horizontal.choose(pool, horizontal.clamped(pool, groups))
             for role, pool in self._policy.pools.items()
         }
 
 
 class Threshold:
-    """One up, one down, by thresholds (the Dynamo planner's load loop, easy mode), every 5 s.
+    """One replica more or less by thresholds every 5 s (the Dynamo planner's load loop, easy mode).
 
-    prefill   +1 where any engine's waiting prompts exceed `up`, -1 where one fewer is not busy
-    decode    +1 where any engine's KV share exceeds `kv_up`, -1 where one fewer would hold it
-    encoder   not known upstream: here by the rule of prefill, with images
+    prefill   +1 if any engine has `up` waiting prompts; -1 if one pod fewer has less than `down`
+              requests per engine
+    decode    +1 if any engine's KV occupancy exceeds `kv_up`; -1 if it is below `kv_down` with one
+              pod fewer
+    encoder   by the rule of prefill, with images; upstream has no encoder pools
 
-    Blocked while a pod of the pool is starting.
+    A pool with a pending or starting pod does not change.
 
     Args:
-        up: waiting requests of one engine that make its pool grow.
-        down: requests under way per engine, below which a pool shrinks.
-        kv_up, kv_down: shares of KV.
-        hold_seconds: between two changes of a pool that shrinks.
+        up: waiting requests of one engine from which its pool grows.
+        down: requests in flight per engine below which a pool shrinks.
+        kv_up, kv_down: KV occupancies, 0..1.
+        hold_seconds: minimum time from a change of a pool to its scale-down.
     """
 
     GRID: ClassVar[horizontal.GRID] = {
@@ -206,7 +207,7 @@ class Threshold:
         if now < self._next:
             return {}
         self._next = now + _THRESHOLD_SECONDS
-        found = {}
+        choices = {}
         for role, pool in self._policy.pools.items():
             view = reading.view.pools[role]
             current = horizontal.current_of(reading, role)
@@ -217,12 +218,12 @@ class Threshold:
                     if role is Role.DECODE
                     else self._work(reading, role, current)
                 )
-            found[role] = horizontal.choose(pool, self._paced(pool, current, step, now))
-        return found
+            choices[role] = horizontal.choose(pool, self._limited(pool, current, step, now))
+        return choices
 
-    def _paced(self, pool: PoolPolicy, current: int, step: int, now: float) -> int:
+    def _limited(self, pool: PoolPolicy, current: int, step: int, now: float) -> int:
         held = now - self._changed.get(pool.role, -1e18) < self._hold_seconds
-        count = current if step < 0 and held else horizontal.bounded(pool, current + step)
+        count = current if step < 0 and held else horizontal.clamped(pool, current + step)
         if count != current:
             self._changed[pool.role] = now
         return count
@@ -241,7 +242,7 @@ class Threshold:
         return -1 if current > 1 and busy < self._down else 0
 
     def _kv(self, reading: Reading, current: int) -> int:
-        shares = horizontal.kv_shares(reading, Role.DECODE)
+        shares = horizontal.kv_occupancies(reading, Role.DECODE)
         if not shares:
             return 0
         if reading.waiting.get(Role.DECODE, 0) or max(shares.values()) > self._kv_up:
@@ -251,14 +252,14 @@ class Threshold:
 
 
 class PodLatency:
-    """Each pod's own p95 over the last minute against a target, with panic (kthena), every 15 s.
+    """Each pod's p95 latency of the last minute against a target, with panic (kthena), every 15 s.
 
     desired = ceil(mean of the pods' p95 / target · pods), tolerance 10 %
-    panic   desired ≥ 2 · current: jump there, and do not shrink until 60 s after it ended
+    panic   if desired ≥ 2 · current: scale to it, and do not scale down within 60 s of it
 
     Args:
-        target: seconds, of encoder and prefill pods' own p95 (waiting and computing).
-        kv_share: of KV tokens; a decode pod's p95 says how long answers are, not how full it is.
+        target: seconds in encoder and prefill pods, waiting and computing.
+        kv_share: target KV occupancy of decode pods; their p95 depends on the lengths of answers.
     """
 
     GRID: ClassVar[horizontal.GRID] = {
@@ -276,30 +277,32 @@ class PodLatency:
         down_seconds: float = 300.0,
     ) -> None:
         self._target, self._kv_share = target, kv_share
-        self._hpas = horizontal.Hpas(policy, down_seconds=down_seconds)
+        self._hpas = horizontal.HPAs(policy, down_seconds=down_seconds)
         self._panicked: dict[Role, float] = {}
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
         now = reading.view.now
-        found = {}
-        asked = self._hpas.ask(reading, lambda role, count: self._advise(reading, role, count))
-        for role, item in asked.items():
+        choices = {}
+        decisions = self._hpas.evaluate(
+            reading, lambda role, count: self._recommend(reading, role, count)
+        )
+        for role, item in decisions.items():
             count = item.count
-            if item.advised >= _PANIC * item.current:
+            if item.recommended >= _PANIC_RATIO * item.current:
                 self._panicked[role] = now
-                count = horizontal.bounded(item.policy, item.advised)
+                count = horizontal.clamped(item.policy, item.recommended)
             if now - self._panicked.get(role, -1e18) < _PANIC_HOLD_SECONDS:
                 count = max(count, item.current)
-            found[role] = horizontal.choose(item.policy, count)
-        return found
+            choices[role] = horizontal.choose(item.policy, count)
+        return choices
 
-    def _advise(self, reading: Reading, role: Role, current: int) -> int:
+    def _recommend(self, reading: Reading, role: Role, current: int) -> int:
         pool = reading.view.pools[role]
         if role is Role.DECODE:
-            shares = horizontal.kv_shares(reading, role)
+            shares = horizontal.kv_occupancies(reading, role)
             return horizontal.by_pods(shares, self._kv_share, pool, current)
-        # a pod that had nothing to do has no percentile, and counts as one that is idle
+        # a pod without finished work in the last minute is idle: 0 s
         known = reading.latencies()
         values = {pod.uid: known.get(pod.uid, 0.0) for pod in pool.of("ready")}
         return horizontal.by_pods(values, self._target, pool, current)
@@ -308,19 +311,19 @@ class PodLatency:
 class Work:
     """A simple rule on the signals that our own autoscaler reads: work seconds and KV tokens.
 
-    encoder, prefill   (arriving work + z · √(arriving work · item / window) + backlog / drain)
-                       / use
-    decode             (KV held, promised and waited for + z · √(the same · a request)) / occupancy
+    encoder, prefill   (work + spread · √(work · work of an item / window) + backlog / drain) / use
+    decode             (KV + spread · √(KV · KV of a request)) / (use - 0.1)
     up                 at once, every tick
-    down               to the greatest advice of the last `down_seconds`
+    down               to the maximum recommendation of the last `down_seconds`
+
+    `work` arrives per second; `KV` is in use, reserved or waited for, in units of a replica.
 
     Args:
-        use: share of their time that encoders and prefill should work; decode's share of KV in use
-            is 0.1 lower.
-        down_seconds: over which the greatest advice counts when shrinking.
+        use: target utilization of encoders and prefill, 0..1.
+        down_seconds: stabilization window of scale-down.
         window: seconds over which arriving work and KV are averaged.
-        drain: seconds in which a backlog should be done.
-        spread: standard deviations of load that are held ready, z.
+        drain: seconds in which the pool completes its backlog.
+        spread: number of standard deviations of load that the pool has capacity for.
     """
 
     GRID: ClassVar[horizontal.GRID] = {
@@ -340,18 +343,18 @@ class Work:
     ) -> None:
         self._policy, self._use, self._down = policy, use, down_seconds
         self._window, self._drain, self._spread = window, drain, spread
-        self._seen: dict[str, float] = {}
+        self._last_total: dict[str, float] = {}
         self._total = dict.fromkeys(policy.pools, 0.0)
         self._history: dict[Role, deque[tuple[float, float]]] = {
             role: deque() for role in policy.pools
         }
-        self._advice: dict[Role, deque[tuple[float, int]]] = {
+        self._recommendations: dict[Role, deque[tuple[float, int]]] = {
             role: deque() for role in policy.pools
         }
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
-        found = {}
+        choices = {}
         for role, pool in self._policy.pools.items():
             samples = [
                 reading.view.samples[pod.uid]
@@ -367,23 +370,23 @@ class Work:
             if need is None:
                 continue
             current = horizontal.current_of(reading, role)
-            count = self._settled(role, current, max(1, math.ceil(need - 1e-9)), now)
-            found[role] = horizontal.choose(pool, horizontal.bounded(pool, count))
-        return found
+            count = self._stabilized(role, current, max(1, math.ceil(need - 1e-9)), now)
+            choices[role] = horizontal.choose(pool, horizontal.clamped(pool, count))
+        return choices
 
     def _work_need(self, role: Role, samples: Sequence[Sample], now: float) -> float | None:
         for item in samples:
-            taken = item.started_work_seconds + item.queued_work_seconds
-            self._total[role] += taken - self._seen.get(item.pod_uid, 0.0)
-            self._seen[item.pod_uid] = taken
-        history = self._keep(role, self._total[role], now)
+            total = item.started_work_seconds + item.queued_work_seconds
+            self._total[role] += total - self._last_total.get(item.pod_uid, 0.0)
+            self._last_total[item.pod_uid] = total
+        history = self._add_to_window(role, self._total[role], now)
         if len(history) < 2:
             return None
         (first, before), (last, after) = history[0], history[-1]
         load = max(0.0, after - before) / (last - first)
-        spread = math.sqrt(load * _ITEM_SECONDS / self._window)
+        deviation = math.sqrt(load * _ITEM_SECONDS / self._window)
         backlog = sum(item.queued_work_seconds for item in samples) / self._drain
-        return (load + self._spread * spread + backlog) / self._use
+        return (load + self._spread * deviation + backlog) / self._use
 
     def _kv_need(self, samples: Sequence[Sample], waiting: int, now: float) -> float | None:
         known = [item.kv for item in samples if item.kv is not None]
@@ -392,31 +395,37 @@ class Work:
             return None
         used = sum(kv.running + kv.reserved for kv in known)
         inflight = sum(item.inflight for item in samples)
-        each = used / inflight if inflight else 0.0
-        history = self._keep(Role.DECODE, (used + waiting * each) / capacity, now)
+        tokens_per_request = used / inflight if inflight else 0.0
+        history = self._add_to_window(
+            Role.DECODE, (used + waiting * tokens_per_request) / capacity, now
+        )
         load = sum(value for _, value in history) / len(history)
-        spread = math.sqrt(load * each / capacity)
-        return (load + self._spread * spread) / (self._use - _OCCUPANCY_BELOW)
+        deviation = math.sqrt(load * tokens_per_request / capacity)
+        return (load + self._spread * deviation) / (self._use - _DECODE_MARGIN)
 
-    def _keep(self, role: Role, value: float, now: float) -> deque[tuple[float, float]]:
+    def _add_to_window(self, role: Role, value: float, now: float) -> deque[tuple[float, float]]:
         history = self._history[role]
         history.append((now, value))
         while now - history[0][0] > self._window:
             history.popleft()
         return history
 
-    def _settled(self, role: Role, current: int, advised: int, now: float) -> int:
-        """Up at once; down to the greatest advice of a while, the first of which is what stands."""
-        advice = self._advice[role]
-        if not advice:
-            advice.append((now, current))
-        while advice and now - advice[0][0] >= self._down:
-            advice.popleft()
-        advice.append((now, advised))
-        return advised if advised >= current else min(current, max(count for _, count in advice))
+    def _stabilized(self, role: Role, current: int, recommended: int, now: float) -> int:
+        """Scale up at once, and down to the maximum recommendation; the first is `current`."""
+        recommendations = self._recommendations[role]
+        if not recommendations:
+            recommendations.append((now, current))
+        while recommendations and now - recommendations[0][0] >= self._down:
+            recommendations.popleft()
+        recommendations.append((now, recommended))
+        return (
+            recommended
+            if recommended >= current
+            else min(current, max(count for _, count in recommendations))
+        )
 
 
-# name → (how to build it from a policy and its settings, the grid that it is tuned over)
+# name → (constructor from a policy and settings, grid of the settings that are tuned)
 BASELINES: Mapping[str, tuple[Callable[..., Autoscaler], Mapping[str, tuple[Any, ...]]]] = {
     "hpa-queue": (QueueLength, QueueLength.GRID),
     "keda-kv": (KvOccupancy, KvOccupancy.GRID),
@@ -428,9 +437,9 @@ BASELINES: Mapping[str, tuple[Callable[..., Autoscaler], Mapping[str, tuple[Any,
 
 
 def baseline(name: str, policy: ServicePolicy, settings: Mapping[str, Any]) -> Autoscaler:
-    """Build one by name.
+    """Build a baseline by its name.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: no baseline has that name.
     """
     return BASELINES[name][0](policy, **settings)

@@ -1,4 +1,4 @@
-"""Draws the Pareto chart as SVG: dots for tried settings, labels for compared autoscalers."""
+"""Draws the Pareto chart as SVG: tuning points as dots, compared autoscalers with labels."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def draw(
     colour = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
 
     def at(x: float, y: float) -> tuple[float, float]:
-        across = _LEFT + (right - _LEFT) * x / most_x
-        return round(across, 1), round(bottom - (bottom - _TOP) * y / most_y, 1)
+        from_left = _LEFT + (right - _LEFT) * x / most_x
+        return round(from_left, 1), round(bottom - (bottom - _TOP) * y / most_y, 1)
 
-    out = [
+    lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
@@ -45,18 +45,20 @@ def draw(
     ]
     for index in range(_NUM_TICKS + 1):
         x, y = most_x * index / _NUM_TICKS, most_y * index / _NUM_TICKS
-        out.append(_text(at(x, 0)[0], bottom + 16, f"{x:.3g}", "middle"))
-        out.append(_text(_LEFT - 6, at(0, y)[1] + 4, f"{y:.3g}", "end"))
+        lines.append(_text(at(x, 0)[0], bottom + 16, f"{x:.3g}", "middle"))
+        lines.append(_text(_LEFT - 6, at(0, y)[1] + 4, f"{y:.3g}", "end"))
     for point in cloud:
         x, y = at(point.x, point.y)
-        out.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour[point.name]}" opacity="0.4"/>')
+        lines.append(
+            f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour[point.name]}" opacity="0.4"/>'
+        )
     for point in named:
         x, y = at(point.x, point.y)
         radius = 7 if point.name == highlight else 5
-        out.append(f'<circle cx="{x}" cy="{y}" r="{radius}" fill="{colour[point.name]}"/>')
-        out.append(_text(x + 9, y + 4, point.name, "start", f' fill="{colour[point.name]}"'))
-    return "\n".join([*out, "</svg>"]) + "\n"
+        lines.append(f'<circle cx="{x}" cy="{y}" r="{radius}" fill="{colour[point.name]}"/>')
+        lines.append(_text(x + 9, y + 4, point.name, "start", f' fill="{colour[point.name]}"'))
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{more}>{html.escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str, attributes: str = "") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{attributes}>{html.escape(text)}</text>'

@@ -1,4 +1,4 @@
-"""The simulated service: a gateway, its pools, and the view that an autoscaler gets."""
+"""The simulated service: a gateway, its pools, and the `View` that an autoscaler decides from."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
-from vlm_cli.simulator.computer import Computer, TurnNoise
-from vlm_cli.simulator.decoder import Decoder
+from vlm_cli.simulator.compute_pod import ComputePod, StepNoise
+from vlm_cli.simulator.decode_pod import DecodePod
 from vlm_cli.simulator.gateway import Gateway
+from vlm_cli.simulator.gateway_metrics import UID as GATEWAY_UID
 from vlm_cli.simulator.hardware import Hardware, Noise
 from vlm_cli.simulator.job import Clock
-from vlm_cli.simulator.meters import UID as GATEWAY_UID
-from vlm_cli.simulator.pods import Life
-from vlm_cli.simulator.pool import Drains, Pool, Predictions, Surroundings
+from vlm_cli.simulator.pod import Lifecycle
+from vlm_cli.simulator.pool import Drains, Pool, PoolContext, Predictions
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import POOL_ROLES, Role
@@ -24,7 +24,7 @@ class Cluster:
     """The simulated service; pools and gateway share one clock.
 
     Args:
-        epoch: time of the clock's zero, in seconds since the epoch.
+        epoch: Unix time of the clock's zero, in seconds.
     """
 
     def __init__(
@@ -40,31 +40,31 @@ class Cluster:
         self.policy, self.epoch, self._hardware = policy, epoch, hardware
         self.clock = Clock()
         self._noise, self._rng = noise, random.Random(f"noise/{seed}")
-        self._service = random.Random(f"service/{seed}")
-        self._compute: dict[Role, Pool[Computer]] = {}
+        self._step_rng = random.Random(f"service/{seed}")
+        self._compute: dict[Role, Pool[ComputePod]] = {}
         self.gateway = Gateway(
             policy,
             hardware,
             self.clock,
-            encoders=lambda: self._taking(Role.ENCODER),
-            prefills=lambda: self._taking(Role.PREFILL),
-            decoders=lambda: self._decode.taking,
+            encoders=lambda: self._accepting(Role.ENCODER),
+            prefills=lambda: self._accepting(Role.PREFILL),
+            decoders=lambda: self._decode.accepting,
         )
-        around = Surroundings(
+        context = PoolContext(
             hardware=hardware,
             clock=self.clock,
             rng=random.Random(f"starts/{seed}"),
             drains=drains,
             fits=self._fits,
             predictions=Predictions(noise, seed),
-            moved=self.gateway.moved,
-            changed=self.gateway.changed,
+            reroute=self.gateway.reroute,
+            accepting_changed=self.gateway.accepting_changed,
         )
         for role in (Role.ENCODER, Role.PREFILL):
             if role in policy.pools:
-                self._compute[role] = Pool(policy.pools[role], around, make=self._computer)
-        self._decode = Pool(policy.pools[Role.DECODE], around, make=self._decoder)
-        self.pools: dict[Role, Pool[Computer] | Pool[Decoder]] = {
+                self._compute[role] = Pool(policy.pools[role], context, make=self._compute_pod)
+        self._decode = Pool(policy.pools[Role.DECODE], context, make=self._decode_pod)
+        self.pools: dict[Role, Pool[ComputePod] | Pool[DecodePod]] = {
             **self._compute,
             Role.DECODE: self._decode,
         }
@@ -86,14 +86,16 @@ class Cluster:
                 self.pools[role].update_pods()
 
     def view(self) -> View:
-        """Return the view of an autoscaler now, with noise."""
+        """Return the autoscaler's view now, with lost samples and jitter."""
         samples: dict[str, Sample] = {}
         for pool in self.pools.values():
             for pod in pool.pods:
-                if pod.life.ready_since is not None:
-                    samples[pod.life.uid] = self._blurred(pod.sample(self.clock.now))
-        inflight = sum(pool_pod.inflight for pool in self.pools.values() for pool_pod in pool.pods)
-        samples[GATEWAY_UID] = self.gateway.meters.sample(held=self.gateway.held, inflight=inflight)
+                if pod.lifecycle.ready_since is not None:
+                    samples[pod.lifecycle.uid] = self._with_jitter(pod.sample())
+        inflight = sum(pod.inflight for pool in self.pools.values() for pod in pool.pods)
+        samples[GATEWAY_UID] = self.gateway.metrics.sample(
+            held=self.gateway.held, inflight=inflight
+        )
         if self._noise.loss:
             samples = {
                 uid: item for uid, item in samples.items() if self._rng.random() >= self._noise.loss
@@ -107,51 +109,51 @@ class Cluster:
     def latencies(self) -> Mapping[str, float]:
         """Return each pod's p95 latency of the last minute, in seconds, by uid."""
         found = {
-            pod.life.uid: pod.p95(self.clock.now)
+            pod.lifecycle.uid: pod.p95(self.clock.now)
             for pool in self.pools.values()
             for pod in pool.pods
-            if pod.life.accepting
+            if pod.lifecycle.accepting
         }
         return {uid: seconds for uid, seconds in found.items() if seconds is not None}
 
-    def _computer(self, life: Life) -> Computer:
+    def _compute_pod(self, lifecycle: Lifecycle) -> ComputePod:
         encoded, prefilled = self.gateway.encoded, self.gateway.prefilled
-        return Computer(
-            life,
+        return ComputePod(
+            lifecycle,
             self._hardware,
             self.clock,
             encoded=encoded,
             prefilled=prefilled,
-            pace=TurnNoise(self._noise.service, self._service),
+            noise=StepNoise(self._noise.service, self._step_rng),
         )
 
-    def _decoder(self, life: Life) -> Decoder:
+    def _decode_pod(self, lifecycle: Lifecycle) -> DecodePod:
         gateway = self.gateway
-        return Decoder(
-            life,
+        return DecodePod(
+            lifecycle,
             self._hardware,
             self.clock,
             ended=gateway.ended,
-            preempted=gateway.again,
+            preempted=gateway.recompute,
             freed=gateway.freed,
-            gaps=gateway.meters.gaps,
+            itl_counts=gateway.metrics.itl_counts,
         )
 
-    def _taking(self, role: Role) -> Sequence[Computer]:
+    def _accepting(self, role: Role) -> Sequence[ComputePod]:
         pool = self._compute.get(role)
-        return () if pool is None else pool.taking
+        return () if pool is None else pool.accepting
 
     def _fits(self, accelerators: int, cost: float) -> bool:
-        """Whether one more pod stays within the budget, which is enforced like a quota."""
+        """Whether the budget allows one more scheduled pod; it acts like a ResourceQuota."""
         budget = self.policy.budget
-        enough = (
+        within_accelerators = (
             budget.accelerators is None or self.accelerators + accelerators <= budget.accelerators
         )
-        return enough and (
+        return within_accelerators and (
             budget.cost_per_hour is None or self.cost_per_hour + cost <= budget.cost_per_hour + 1e-9
         )
 
-    def _blurred(self, sample: Sample) -> Sample:
+    def _with_jitter(self, sample: Sample) -> Sample:
         sigma = self._noise.jitter
         if not sigma:
             return sample

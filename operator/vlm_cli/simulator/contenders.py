@@ -1,7 +1,4 @@
-"""The autoscalers that `vlm simulate` can run, by name: the operator's own and the baselines.
-
-The operator's autoscaler is the same function with the same memory.
-"""
+"""The autoscalers that `vlm simulate` can run, by name: the operator's and the baselines."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ OURS = "triptych"
 Settings = Mapping[str, Any]
 Watch = Callable[[View, Memory, Outcome], None]
 
-# Tuned settings of our autoscaler: fields of every pool's policy.
+# Grid of the tuned settings of the operator's autoscaler: fields of every pool's policy.
 GRID: Mapping[str, tuple[Any, ...]] = {
     "utilization": (0.7, 0.75, 0.8),
     "kv_occupancy": (0.54, 0.6),
@@ -36,10 +33,10 @@ def adjusted(policy: ServicePolicy, settings: Mapping[str, Any]) -> ServicePolic
 
 
 class TriptychAutoscaler:
-    """Calls `decide`, as `reconcile` does.
+    """Calls the operator's `decide`, with the memory of the previous call, as `reconcile` does.
 
     Args:
-        watch: called after every decision with view, memory before it, and outcome.
+        watch: called after every decision with the view, the memory before it, and the outcome.
     """
 
     def __init__(self, policy: ServicePolicy, *, watch: Watch | None = None) -> None:
@@ -54,7 +51,7 @@ class TriptychAutoscaler:
         if self._watch is not None:
             self._watch(reading.view, before, outcome)
         return {
-            role: Choice(decision.variants, decision.claim, decision)
+            role: Choice(decision.variants, decision.claim)
             for role, decision in outcome.decisions.items()
         }
 

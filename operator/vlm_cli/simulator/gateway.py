@@ -1,4 +1,4 @@
-"""The simulated gateway: routes requests, and counts TTFT by stage as the real gateway does.
+"""The simulated gateway: routes requests, and counts TTFT by stage as the worker's gateway does.
 
 arrive ─┬─ images ─▶ encoder (or prefill, inline) ─┬─▶ prefill ─▶ first token ─▶ decode ─▶ end
         └─ KV reservation on a decode pod ─────────┘
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from vlm_cli.simulator.computer import Computer
-from vlm_cli.simulator.decoder import Decoder
+from vlm_cli.simulator.compute_pod import ComputePod
+from vlm_cli.simulator.decode_pod import DecodePod
+from vlm_cli.simulator.gateway_metrics import GatewayMetrics
 from vlm_cli.simulator.hardware import Hardware
 from vlm_cli.simulator.job import Clock, Job
-from vlm_cli.simulator.meters import GatewayMetrics
 from vlm_cli.simulator.trace import Request
 from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 
-_PAST = 4  # limit of requests without a reservation that later ones may bypass
+_MAX_BYPASSED = 4  # requests without a reservation that a later request may bypass
 
 
 class Gateway:
-    """Routes every job; the pods call back. Its one writer is the simulation's clock.
+    """Routes every job. Its one writer is the simulation's clock, through callbacks of the pods.
 
     Args:
         encoders, prefills, decoders: return the pods that accept work now.
@@ -35,20 +35,20 @@ class Gateway:
         hardware: Hardware,
         clock: Clock,
         *,
-        encoders: Callable[[], Sequence[Computer]],
-        prefills: Callable[[], Sequence[Computer]],
-        decoders: Callable[[], Sequence[Decoder]],
+        encoders: Callable[[], Sequence[ComputePod]],
+        prefills: Callable[[], Sequence[ComputePod]],
+        decoders: Callable[[], Sequence[DecodePod]],
     ) -> None:
         self._hardware, self._clock = hardware, clock
         self._encoders, self._prefills, self._decoders = encoders, prefills, decoders
-        self.meters = GatewayMetrics(policy.ttft_seconds)
+        self.metrics = GatewayMetrics(policy.ttft_seconds)
         self.jobs: list[Job] = []
         self.inline_images = 0
         self._while_at_zero = _while_at_zero(policy)
-        self._room: dict[Job, Decoder] = {}
-        self._inline: dict[Job, Computer] = {}
+        self._reservations: dict[Job, DecodePod] = {}
+        self._inline: dict[Job, ComputePod] = {}
         self._without_encoder: deque[Job] = deque()
-        self._without_room: deque[Job] = deque()
+        self._without_reservation: deque[Job] = deque()
         self._without_prefill: deque[Job] = deque()
 
     @property
@@ -57,17 +57,17 @@ class Gateway:
         return {
             Role.ENCODER: len(self._without_encoder),
             Role.PREFILL: len(self._without_prefill),
-            Role.DECODE: len(self._without_room),
+            Role.DECODE: len(self._without_reservation),
         }
 
     @property
     def held(self) -> Mapping[Role, int]:
-        """Part of `waiting` that a gateway reports as `held_for`: no pod, or no free KV blocks."""
-        taking = {
+        """Part of `waiting` that a gateway reports as `held_for`: no pod, or no free KV block."""
+        accepting = {
             Role.ENCODER: self._encoders(),
             Role.PREFILL: self._prefills(),
         }
-        return {role: count for role, count in self.waiting.items() if not taking.get(role)}
+        return {role: count for role, count in self.waiting.items() if not accepting.get(role)}
 
     def arrive(self, request: Request) -> None:
         """Accept one request now."""
@@ -77,32 +77,32 @@ class Gateway:
             cached_tokens=request.cached_tokens,
         )
         self.jobs.append(job)
-        job.mark("gateway", self._hardware.gateway_seconds)
+        job.add_stage("gateway", self._hardware.gateway_seconds)
         self._clock.after(self._hardware.gateway_seconds, lambda: self._route(job))
 
-    def changed(self) -> None:
-        """Route all waiting requests again after the pods that accept work changed."""
-        for waiting, again in (
+    def accepting_changed(self) -> None:
+        """Route all waiting requests again, after pods started or stopped accepting work."""
+        for waiting, route in (
             (self._without_encoder, self._encode),
             (self._without_prefill, self._prefill),
         ):
             for _ in range(len(waiting)):
-                again(waiting.popleft())
+                route(waiting.popleft())
         self.freed()
 
     def freed(self) -> None:
         """Reserve KV for waiting requests in their order, after KV tokens were freed."""
-        passed: list[Job] = []
-        while self._without_room and len(passed) < _PAST:
-            job = self._without_room.popleft()
+        bypassed: list[Job] = []
+        while self._without_reservation and len(bypassed) < _MAX_BYPASSED:
+            job = self._without_reservation.popleft()
             if not self._reserve(job):
-                passed.append(job)
-        self._without_room.extendleft(reversed(passed))
+                bypassed.append(job)
+        self._without_reservation.extendleft(reversed(bypassed))
 
     def encoded(self, job: Job) -> None:
         """Transfer the embeddings of a job whose images are all encoded."""
         seconds = 0.0 if job in self._inline else self._hardware.transfer_seconds
-        job.mark("embed_transfer", seconds)
+        job.add_stage("embed_transfer", seconds)
         self._clock.after(seconds, lambda: self._embedded(job))
 
     def prefilled(self, job: Job) -> None:
@@ -112,9 +112,9 @@ class Gateway:
         job.cached_tokens = 0
         if job.first_token_at is None:
             job.first_token_at = self._clock.now
-            self.meters.first_token(job)
-        decoder = self._room.pop(job, None)
-        if job.left <= 0:
+            self.metrics.first_token(job)
+        decoder = self._reservations.pop(job, None)
+        if job.remaining_tokens <= 0:
             if decoder is not None:
                 decoder.release(job)
             self.ended(job)
@@ -122,24 +122,24 @@ class Gateway:
         elif decoder is not None:
             decoder.start(job)
         else:
-            self.again(job)
+            self.recompute(job)
 
-    def again(self, job: Job) -> None:
-        """Prefill a job that lost its KV again, including its delivered tokens."""
-        if job.left <= 0:
+    def recompute(self, job: Job) -> None:
+        """Prefill the prompt and the delivered tokens of a job that lost its KV."""
+        if job.remaining_tokens <= 0:
             self.ended(job)
             return
         job.reserved_at = None
-        self._ask_for_room(job)
+        self._request_reservation(job)
 
-    def moved(self, jobs: Sequence[Job], role: Role) -> None:
+    def reroute(self, jobs: Sequence[Job], role: Role) -> None:
         """Route the jobs of a pod of `role` that was drained or crashed to other pods."""
         for job in jobs:
             self._inline.pop(job, None)
             if role is Role.DECODE:
-                # if its prompt is still being computed, `prefilled` reserves KV again
-                if self._room.pop(job, None) is None:
-                    self.again(job)
+                # if its prompt is still being computed, `prefilled` requests a new reservation
+                if self._reservations.pop(job, None) is None:
+                    self.recompute(job)
             elif job.images_left:
                 self._encode(job)
             else:
@@ -154,11 +154,11 @@ class Gateway:
         if job.request.patches:
             job.images_left = len(job.request.patches)
             seconds = self._hardware.media_seconds
-            job.mark("media", seconds)
+            job.add_stage("media", seconds)
             self._clock.after(seconds, lambda: self._encode(job))
         else:
             job.embedded_at = self._clock.now
-        self._ask_for_room(job)
+        self._request_reservation(job)
 
     def _encode(self, job: Job) -> None:
         pods = self._encoders()
@@ -166,11 +166,11 @@ class Gateway:
             pods = self._prefills()
             if pods:
                 self.inline_images += job.images_left
-                self._inline[job] = pod = _least(pods)
+                self._inline[job] = pod = _least_loaded(pods)
                 pod.encode(job)
                 return
         if pods:
-            _least(pods).encode(job)
+            _least_loaded(pods).encode(job)
         elif self._while_at_zero is WhileAtZero.REJECT:
             self._refuse(job)
         else:
@@ -179,61 +179,61 @@ class Gateway:
 
     def _refuse(self, job: Job) -> None:
         job.refused = True
-        decoder = self._room.pop(job, None)
+        decoder = self._reservations.pop(job, None)
         if decoder is not None:
             decoder.release(job)
-        elif job in self._without_room:
-            self._without_room.remove(job)
+        elif job in self._without_reservation:
+            self._without_reservation.remove(job)
         self.ended(job)
 
     def _embedded(self, job: Job) -> None:
         job.embedded_at = self._clock.now
         self._ready_for_prefill(job)
 
-    def _ask_for_room(self, job: Job) -> None:
+    def _request_reservation(self, job: Job) -> None:
         job.queued_at = self._clock.now
-        if self._without_room or not self._reserve(job):
-            self._without_room.append(job)
+        if self._without_reservation or not self._reserve(job):
+            self._without_reservation.append(job)
 
     def _reserve(self, job: Job) -> bool:
         tokens = job.prompt_tokens
-        pod = max(self._decoders(), key=lambda pod: pod.room(tokens), default=None)
-        if pod is None or pod.room(tokens) < 0:
+        pod = max(self._decoders(), key=lambda pod: pod.free_after(tokens), default=None)
+        if pod is None or pod.free_after(tokens) < 0:
             return False
         pod.reserve(job)
-        self._room[job] = pod
+        self._reservations[job] = pod
         job.reserved_at = self._clock.now
         self._ready_for_prefill(job)
         return True
 
     def _ready_for_prefill(self, job: Job) -> None:
-        """Prefill once embeddings and reservation exist; the later one owns the time until then."""
+        """Prefill if embeddings and reservation exist; TTFT until now belongs to the later one."""
         if job.embedded_at is None or job.reserved_at is None:
             return
         if job.reserved_at > job.embedded_at and job.first_token_at is None:
-            begun = job.request.at + self._hardware.gateway_seconds
-            job.marks = {"gateway": self._hardware.gateway_seconds}
-            job.mark("decode_reserve", job.reserved_at - begun)
+            routed_at = job.request.at + self._hardware.gateway_seconds
+            job.stages = {"gateway": self._hardware.gateway_seconds}
+            job.add_stage("decode_reserve", job.reserved_at - routed_at)
         self._prefill(job)
 
     def _prefill(self, job: Job) -> None:
         pods = self._prefills()
         inline = self._inline.get(job)
-        if inline is not None and inline.life.accepting:
+        if inline is not None and inline.lifecycle.accepting:
             inline.prefill(job)
         elif pods:
-            _least(pods).prefill(job)
+            _least_loaded(pods).prefill(job)
         else:
             self._without_prefill.append(job)
 
 
-def _least(pods: Sequence[Computer]) -> Computer:
+def _least_loaded(pods: Sequence[ComputePod]) -> ComputePod:
     """Return the pod with the least queued work."""
     return min(pods, key=lambda pod: pod.queued_seconds)
 
 
 def _while_at_zero(policy: ServicePolicy) -> WhileAtZero:
-    """Return how images are handled if no encoder accepts work."""
+    """Return what happens to images if no encoder pod accepts work."""
     encoder, prefill = policy.pools.get(Role.ENCODER), policy.pools.get(Role.PREFILL)
     if encoder is None:
         return WhileAtZero.INLINE_AT_PREFILL

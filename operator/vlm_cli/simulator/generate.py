@@ -1,6 +1,6 @@
-"""Generated traffic: shapes that load the three pools differently, each from a seed.
+"""Generates traces: shapes that load the three pools differently, each from a seed.
 
-Arrivals are Poisson with a rate that changes over time; sizes are log-normal.
+Arrivals are a Poisson process whose rate changes over time. Sizes are log-normal.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 from vlm_cli.simulator.trace import Request, Trace
 
-_STEP_SECONDS = 1.0  # interval with a constant rate
-_RAMP_SECONDS = 120.0  # a change of the mix is gradual
-TEXT_SIGMA, OUTPUT_SIGMA, PATCHES_SIGMA = 0.6, 0.5, 0.4  # of the logarithm of sizes
+_STEP_SECONDS = 1.0  # time with a constant rate
+_RAMP_SECONDS = 120.0  # duration of a change of the mix
+TEXT_SIGMA, OUTPUT_SIGMA, PATCHES_SIGMA = 0.6, 0.5, 0.4  # sigmas of the logarithms of sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,8 @@ def generate(name: str, *, seed: int, seconds: float = 3600.0, scale: float = 1.
 
     Args:
         name: its key in `ALL_SHAPES`.
-        seed: same seed, same trace.
-        seconds: its length.
+        seed: equal seeds give equal traces.
+        seconds: length of the trace.
         scale: factor of the rate.
     """
     rng = random.Random(f"{name}/{seed}")
@@ -76,8 +76,8 @@ def _request(at: float, mix: Mix, rng: random.Random) -> Request:
     )
 
 
-def _sized(median: float, sigma: float, least: int, most: int, rng: random.Random) -> int:
-    return min(most, max(least, round(median * math.exp(rng.gauss(0.0, sigma)))))
+def _sized(median: float, sigma: float, minimum: int, maximum: int, rng: random.Random) -> int:
+    return min(maximum, max(minimum, round(median * math.exp(rng.gauss(0.0, sigma)))))
 
 
 def _steady(_seconds: float, _rng: random.Random) -> MixAt:
@@ -122,7 +122,7 @@ def _text_only_lull(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _diurnal(seconds: float, rng: random.Random) -> MixAt:
-    """One day, compressed: from half of the usual rate up to almost twice, and back."""
+    """One day, compressed: from 0.5 of the usual rate to 1.8, and down again."""
     base, shift = Mix(), rng.uniform(-0.05, 0.05)
 
     def mix(now: float) -> Mix:
@@ -139,14 +139,14 @@ def _bad_node_type(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _episode(seconds: float, rng: random.Random, base: Mix, other: Mix) -> MixAt:
-    """Another mix for a third of the time, starting near the end of the first third."""
+    """Another mix for a third of the time, from 25 to 40 % of the trace on."""
     begin = seconds * rng.uniform(0.25, 0.4)
     end = begin + seconds / 3
     return lambda now: _blend(base, other, _ramp(now, begin, end, _RAMP_SECONDS))
 
 
 def _ramp(now: float, begin: float, end: float, seconds: float) -> float:
-    """0 outside, 1 inside, rising and falling over some seconds at both ends."""
+    """Return 0 outside and 1 inside, with linear ramps of `seconds` inside both ends."""
     return min(1.0, max(0.0, (now - begin) / seconds), max(0.0, (end - now) / seconds))
 
 
@@ -156,8 +156,8 @@ def _blend(base: Mix, other: Mix, share: float) -> Mix:
         return other if share else base
     return Mix(
         *(
-            (1 - share) * mine + share * theirs
-            for mine, theirs in zip(
+            (1 - share) * first + share * second
+            for first, second in zip(
                 dataclasses.astuple(base), dataclasses.astuple(other), strict=True
             )
         )
@@ -165,20 +165,20 @@ def _blend(base: Mix, other: Mix, share: float) -> Mix:
 
 
 def _starts(seconds: float, rng: random.Random, *, every: float) -> tuple[float, ...]:
-    found, at = [], rng.uniform(0.3, 0.7) * every
+    starts, at = [], rng.uniform(0.3, 0.7) * every
     while at < seconds:
-        found.append(at)
+        starts.append(at)
         at += every * rng.uniform(0.8, 1.2)
-    return tuple(found)
+    return tuple(starts)
 
 
 def _campaign(seconds: float, rng: random.Random) -> MixAt:
-    """Within half a minute three times the usual load, which then decays exponentially."""
+    """Repeatedly three times the usual load within 30 s, which then decays exponentially."""
     base = Mix(rate=4.0)
     starts = _starts(seconds, rng, every=1200.0)
 
     def mix(now: float) -> Mix:
-        raised = max(
+        added = max(
             (
                 min(1.0, (now - start) / 30.0) * math.exp(-max(0.0, now - start - 30.0) / 240.0)
                 for start in starts
@@ -186,13 +186,13 @@ def _campaign(seconds: float, rng: random.Random) -> MixAt:
             ),
             default=0.0,
         )
-        return dataclasses.replace(base, rate=base.rate * (1 + 2 * raised))
+        return dataclasses.replace(base, rate=base.rate * (1 + 2 * added))
 
     return mix
 
 
 def _square(seconds: float, rng: random.Random) -> MixAt:
-    """High and low in turn for 100 to 170 s each: about one scale-down window."""
+    """Alternately high and low for 100 to 170 s each: about one scale-down window."""
     base, edges, at = Mix(), [], 0.0
     while at < seconds:
         at += rng.uniform(100.0, 170.0)
@@ -203,12 +203,12 @@ def _square(seconds: float, rng: random.Random) -> MixAt:
 
 
 def _collapse(seconds: float, rng: random.Random) -> MixAt:
-    """The load grows slowly to 2.5 times, and collapses within seconds."""
+    """The load grows linearly to 2.5 times, and drops to half at once."""
     base, peak = Mix(rate=3.5), seconds * rng.uniform(0.6, 0.75)
 
     def mix(now: float) -> Mix:
-        grown = 1.5 * now / peak if now < peak else -0.5
-        return dataclasses.replace(base, rate=base.rate * (1 + grown))
+        growth = 1.5 * now / peak if now < peak else -0.5
+        return dataclasses.replace(base, rate=base.rate * (1 + growth))
 
     return mix
 
@@ -218,12 +218,12 @@ def _pareto_bursts(seconds: float, rng: random.Random) -> MixAt:
     base, bursts, at = Mix(rate=4.0), [], 0.0
     while at < seconds:
         at += rng.expovariate(1 / 150.0)
-        lasts = min(300.0, 20.0 * rng.paretovariate(1.5))
-        bursts.append((at, at + lasts, min(3.0, 0.4 * rng.paretovariate(1.5))))
+        length = min(300.0, 20.0 * rng.paretovariate(1.5))
+        bursts.append((at, at + length, min(3.0, 0.4 * rng.paretovariate(1.5))))
 
     def mix(now: float) -> Mix:
-        raised = sum(height for begin, end, height in bursts if begin <= now < end)
-        return dataclasses.replace(base, rate=base.rate * (1 + min(3.0, raised)))
+        added = sum(height for begin, end, height in bursts if begin <= now < end)
+        return dataclasses.replace(base, rate=base.rate * (1 + min(3.0, added)))
 
     return mix
 
@@ -237,25 +237,25 @@ def _mix_shift(seconds: float, rng: random.Random) -> MixAt:
         dataclasses.replace(base, image_share=0.1, output_tokens=420.0),
     ]
     rng.shuffle(phases)
-    each = seconds / len(phases)
+    phase_seconds = seconds / len(phases)
 
     def mix(now: float) -> Mix:
-        at = min(int(now / each), len(phases) - 1)
-        share = min(1.0, (now - at * each) / 60.0)
+        at = min(int(now / phase_seconds), len(phases) - 1)
+        share = min(1.0, (now - at * phase_seconds) / 60.0)
         return _blend(phases[at - 1] if at else base, phases[at], share)
 
     return mix
 
 
 def _recorded_like(seconds: float, rng: random.Random) -> MixAt:
-    """A rate like recorded ones: a slow wave, correlated noise, a few gaps."""
+    """A rate like recorded ones: a slow wave, autocorrelated noise, a few drops to 0.3 times."""
     base, level, levels = Mix(rate=4.5), 0.0, []
     phase = rng.uniform(0.0, 2 * math.pi)
     for step in range(math.ceil(seconds / 10.0) + 1):
         level = 0.95 * level + rng.gauss(0.0, 0.09)
         wave = 0.35 * math.sin(phase + 2 * math.pi * step * 10.0 / 2400.0)
-        gap = 0.3 if rng.random() < 0.01 else 1.0
-        levels.append(gap * math.exp(level + wave))
+        drop = 0.3 if rng.random() < 0.01 else 1.0
+        levels.append(drop * math.exp(level + wave))
     return lambda now: dataclasses.replace(
         base, rate=base.rate * min(3.0, levels[min(int(now / 10.0), len(levels) - 1)])
     )
@@ -271,7 +271,7 @@ SHAPES: Mapping[str, Callable[[float, random.Random], MixAt]] = {
     "bad-node-type": _bad_node_type,
 }
 
-# Not used for tuning: they test whether settings that were tuned on `SHAPES` generalise.
+# Not used for tuning. They test whether settings that are tuned on `SHAPES` generalise.
 HELD_OUT_SHAPES: Mapping[str, Callable[[float, random.Random], MixAt]] = {
     "campaign": _campaign,
     "square": _square,

@@ -1,6 +1,7 @@
 """One simulated pool: its Deployments, one per variant, and the life cycle of their pods.
 
-scale(variants) ─▶ new pods wait for a node and for budget, start, serve; surplus pods drain, end
+scale(variants) ─▶ new pods: wait for a node and for budget, start, serve
+                ─▶ surplus pods: drain, are removed
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Generic, TypeVar
 
 from vlm_cli.simulator.hardware import Hardware, NodeType, Noise
 from vlm_cli.simulator.job import Clock, Job
-from vlm_cli.simulator.pods import Life, Pod
+from vlm_cli.simulator.pod import Lifecycle, Pod
 from vlm_operator.autoscale.policy import PoolPolicy
 from vlm_operator.autoscale.view import PoolView
 from vlm_operator.names import MANAGER_AUTOSCALER, Role
 
-_SETTLE_SECONDS = 2.0  # from the closed gate until the last routed request has arrived
-MOST_SPREAD = 2.0  # a start takes between half and twice its median
-Kind = TypeVar("Kind", bound=Pod)
+_SETTLE_SECONDS = 2.0  # from the readiness gate's False until the last routed request arrives
+MOST_SPREAD = 2.0  # a start takes from half to twice its median
+PodT = TypeVar("PodT", bound=Pod)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +35,26 @@ class Drains:
 
 
 class Predictions:
-    """Random errors of the pods' predictions of their work."""
+    """Random errors of the work that pods predict."""
 
     def __init__(self, noise: Noise, seed: int) -> None:
         self._sigma, self._bias, self._seed = noise.prediction, noise.bias, seed
         self._pods = random.Random(f"predictions/{seed}")
 
     def factor(self, role: Role) -> float:
-        """Return the factor of predicted over real work for one new pod."""
+        """Return the ratio of predicted to real work for one new pod."""
         common = random.Random(f"predictions/{self._seed}/{role}").gauss(0.0, self._sigma)
         return self._bias * math.exp(common + self._pods.gauss(0.0, self._sigma / 2))
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class PoolContext:
     """Objects that all pools share.
 
     Attributes:
         fits: whether the budget allows that many more devices and that much more cost per hour.
-        moved: gets the jobs of a pod that crashed, or whose drain reached its deadline.
-        changed: called when pods start or stop to accept work.
+        reroute: called with the jobs of a pod that crashed, or whose drain reached its deadline.
+        accepting_changed: called after pods start or stop accepting work.
     """
 
     hardware: Hardware
@@ -62,97 +63,97 @@ class Surroundings:
     drains: Drains
     fits: Callable[[int, float], bool]
     predictions: Predictions
-    moved: Callable[[list[Job], Role], None]
-    changed: Callable[[], None]
+    reroute: Callable[[list[Job], Role], None]
+    accepting_changed: Callable[[], None]
 
 
-class Pool(Generic[Kind]):
+class Pool(Generic[PodT]):
     """Pods of one role. Its one writer is the simulation.
 
     Args:
-        make: creates a pod from its `Life`.
+        make: creates a pod from its `Lifecycle`.
     """
 
     def __init__(
-        self, policy: PoolPolicy, around: Surroundings, *, make: Callable[[Life], Kind]
+        self, policy: PoolPolicy, context: PoolContext, *, make: Callable[[Lifecycle], PodT]
     ) -> None:
         self.policy = policy
         self.role = policy.role
-        self._around, self._clock, self._make = around, around.clock, make
-        self.pods: list[Kind] = []
-        self.taking: list[Kind] = []
+        self._context, self._clock, self._make = context, context.clock, make
+        self.pods: list[PodT] = []
+        self.accepting: list[PodT] = []
         self.wanted: dict[str, int] = {item.name: 0 for item in policy.variants}
-        self.claim = 0
+        self.replicas = 0
         self._ids = itertools.count()
 
-    def scale(self, variants: Mapping[str, int], *, claim: int | None = None) -> None:
+    def scale(self, variants: Mapping[str, int], *, replicas: int | None = None) -> None:
         """Set the replicas of each variant; a missing variant gets 0."""
         self.wanted = {name: variants.get(name, 0) for name in self.wanted}
-        self.claim = sum(self.wanted.values()) if claim is None else claim
+        self.replicas = sum(self.wanted.values()) if replicas is None else replicas
         self.update_pods()
 
     def start_with(self, variants: Mapping[str, int]) -> None:
         """Create the initial pods, ready at once."""
         self.scale(variants)
         for pod in self.pods:
-            pod.life.scheduled_since = pod.life.ready_since = self._clock.now
+            pod.lifecycle.scheduled_since = pod.lifecycle.ready_since = self._clock.now
         self._refresh()
 
     def update_pods(self) -> None:
         """Create, reopen, drain and remove pods to reach the wanted replicas of each variant."""
         for name, count in self.wanted.items():
-            own = [pod for pod in self.pods if pod.life.variant == name]
-            staying = [pod for pod in own if pod.life.draining_since is None]
-            leaving = [pod for pod in own if pod.life.draining_since is not None]
-            for pod in leaving[: max(0, count - len(staying))]:
-                pod.life.draining_since = None
-                staying.append(pod)
-            for _ in range(count - len(staying)):
+            own = [pod for pod in self.pods if pod.lifecycle.variant == name]
+            kept = [pod for pod in own if pod.lifecycle.draining_since is None]
+            draining = [pod for pod in own if pod.lifecycle.draining_since is not None]
+            for pod in draining[: max(0, count - len(kept))]:
+                pod.lifecycle.draining_since = None
+                kept.append(pod)
+            for _ in range(count - len(kept)):
                 self._create(name)
-            self._retire(staying, max(0, len(staying) - count))
+            self._retire(kept, max(0, len(kept) - count))
         self._remove_drained()
         self._schedule()
         self._refresh()
 
     def crash(self) -> None:
-        """Crash the oldest pod that accepts work: it loses its jobs and restarts on its node."""
-        pod = min(self.taking, key=lambda item: item.life.created, default=None)
+        """Crash the oldest pod that accepts work. It loses its jobs and restarts on its node."""
+        pod = min(self.accepting, key=lambda item: item.lifecycle.created, default=None)
         if pod is None:
             return
-        now, life = self._clock.now, pod.life
-        life.served, life.ready_since, life.unready_since = True, None, now
-        life.boots += 1
-        jobs = pod.evacuate(now)
+        now, lifecycle = self._clock.now, pod.lifecycle
+        lifecycle.served, lifecycle.ready_since, lifecycle.unready_since = True, None, now
+        lifecycle.restarts += 1
+        jobs = pod.evacuate()
         self._refresh()
-        self._around.moved(jobs, self.role)
-        kind = self._around.hardware.node_type(self.role, life.variant)
-        self._clock.after(self._startup(kind), functools.partial(self._ready, pod))
+        self._context.reroute(jobs, self.role)
+        node_type = self._context.hardware.node_type(self.role, lifecycle.variant)
+        self._clock.after(self._startup(node_type), functools.partial(self._ready, pod))
 
     def view(self, epoch: float) -> PoolView:
-        """Return the autoscaler's view; `epoch` is the clock's zero in seconds since the epoch."""
+        """Return the autoscaler's view; `epoch` is the Unix time of the clock's zero."""
         live = dict.fromkeys(self.wanted, 0)
         for pod in self.pods:
-            live[pod.life.variant] += 1
+            live[pod.lifecycle.variant] += 1
         return PoolView(
-            replicas=self.claim,
+            replicas=self.replicas,
             owner=MANAGER_AUTOSCALER,
             live=live,
-            pods=tuple(pod.life.view(epoch) for pod in self.pods),
+            pods=tuple(pod.lifecycle.view(epoch) for pod in self.pods),
         )
 
     @property
     def accelerators(self) -> int:
         """Devices that its scheduled pods hold."""
-        return sum(pod.life.accelerators for pod in self.pods if pod.life.scheduled)
+        return sum(pod.lifecycle.accelerators for pod in self.pods if pod.lifecycle.scheduled)
 
     @property
     def cost_per_hour(self) -> float:
         """Cost of its scheduled pods."""
-        return sum(pod.life.cost_per_hour for pod in self.pods if pod.life.scheduled)
+        return sum(pod.lifecycle.cost_per_hour for pod in self.pods if pod.lifecycle.scheduled)
 
     def _create(self, name: str) -> None:
         variant = next(item for item in self.policy.variants if item.name == name)
-        life = Life(
+        lifecycle = Lifecycle(
             uid=f"{self.role}-{name}-{next(self._ids)}",
             role=self.role,
             variant=name,
@@ -160,72 +161,83 @@ class Pool(Generic[Kind]):
             accelerators=variant.accelerators,
             cost_per_hour=variant.cost_per_hour or 0.0,
             created=self._clock.now,
-            predicted=self._around.predictions.factor(self.role),
+            prediction_factor=self._context.predictions.factor(self.role),
         )
-        self.pods.append(self._make(life))
+        self.pods.append(self._make(lifecycle))
 
-    def _retire(self, staying: list[Kind], excess: int) -> None:
-        """Remove pods that are pending or starting first, then drain the least busy ones."""
+    def _retire(self, kept: list[PodT], excess: int) -> None:
+        """Remove pending and starting pods first, then drain those with the fewest requests."""
 
-        def order(pod: Kind) -> tuple[bool, bool, int, float]:
-            life = pod.life
-            return (life.scheduled, life.ready_since is not None, pod.inflight, -life.created)
+        def order(pod: PodT) -> tuple[bool, bool, int, float]:
+            lifecycle = pod.lifecycle
+            return (
+                lifecycle.scheduled,
+                lifecycle.ready_since is not None,
+                pod.inflight,
+                -lifecycle.created,
+            )
 
-        draining = sum(pod.life.draining_since is not None for pod in self.pods)
-        for pod in sorted(staying, key=order)[:excess]:
-            if pod.life.ready_since is None:
+        draining = sum(pod.lifecycle.draining_since is not None for pod in self.pods)
+        for pod in sorted(kept, key=order)[:excess]:
+            if pod.lifecycle.ready_since is None:
                 self._remove(pod)
-            elif draining < self._around.drains.at_once:
+            elif draining < self._context.drains.at_once:
                 draining += 1
-                pod.life.draining_since = self._clock.now
+                pod.lifecycle.draining_since = self._clock.now
 
     def _remove_drained(self) -> None:
         now = self._clock.now
         for pod in list(self.pods):
-            since = pod.life.draining_since
+            since = pod.lifecycle.draining_since
             if since is None:
                 continue
-            late = now - since >= self._around.drains.seconds
-            if late or (now - since >= _SETTLE_SECONDS and pod.inflight == 0):
+            timed_out = now - since >= self._context.drains.seconds
+            if timed_out or (now - since >= _SETTLE_SECONDS and pod.inflight == 0):
                 self._remove(pod)
                 if pod.inflight:
                     self._refresh()
-                    self._around.moved(pod.evacuate(now), self.role)
+                    self._context.reroute(pod.evacuate(), self.role)
 
-    def _remove(self, pod: Kind) -> None:
-        pod.life.gone = True
+    def _remove(self, pod: PodT) -> None:
+        pod.lifecycle.removed = True
         self.pods.remove(pod)
 
     def _schedule(self) -> None:
         """Schedule pending pods, oldest first, while nodes and budget allow it."""
         for pod in self.pods:
-            life = pod.life
-            if life.scheduled:
+            lifecycle = pod.lifecycle
+            if lifecycle.scheduled:
                 continue
-            kind = self._around.hardware.node_type(self.role, life.variant)
-            placed = sum(
-                other.life.scheduled for other in self.pods if other.life.variant == life.variant
+            node_type = self._context.hardware.node_type(self.role, lifecycle.variant)
+            num_scheduled = sum(
+                other.lifecycle.scheduled
+                for other in self.pods
+                if other.lifecycle.variant == lifecycle.variant
             )
-            waited = self._clock.now - life.created
-            gone = kind.gone_from <= self._clock.now < kind.gone_until
-            if gone or placed >= kind.nodes or waited < kind.schedule_seconds:
+            waited = self._clock.now - lifecycle.created
+            unavailable = node_type.gone_from <= self._clock.now < node_type.gone_until
+            if (
+                unavailable
+                or num_scheduled >= node_type.nodes
+                or waited < node_type.schedule_seconds
+            ):
                 continue
-            if self._around.fits(life.accelerators, life.cost_per_hour):
-                life.scheduled_since = self._clock.now
-                self._clock.after(self._startup(kind), functools.partial(self._ready, pod))
+            if self._context.fits(lifecycle.accelerators, lifecycle.cost_per_hour):
+                lifecycle.scheduled_since = self._clock.now
+                self._clock.after(self._startup(node_type), functools.partial(self._ready, pod))
 
-    def _startup(self, kind: NodeType) -> float:
-        factor = math.exp(self._around.rng.gauss(0.0, kind.startup_spread))
-        return kind.startup_seconds * min(max(factor, 1 / MOST_SPREAD), MOST_SPREAD)
+    def _startup(self, node_type: NodeType) -> float:
+        factor = math.exp(self._context.rng.gauss(0.0, node_type.startup_spread))
+        return node_type.startup_seconds * min(max(factor, 1 / MOST_SPREAD), MOST_SPREAD)
 
-    def _ready(self, pod: Kind) -> None:
-        if not pod.life.gone:
-            pod.life.ready_since, pod.life.unready_since = self._clock.now, None
+    def _ready(self, pod: PodT) -> None:
+        if not pod.lifecycle.removed:
+            pod.lifecycle.ready_since, pod.lifecycle.unready_since = self._clock.now, None
             self._refresh()
 
     def _refresh(self) -> None:
-        """Update the list of pods that accept work; call `changed` if it differs."""
-        taking = [pod for pod in self.pods if pod.life.accepting]
-        if taking != self.taking:
-            self.taking = taking
-            self._around.changed()
+        """Update the list of pods that accept work; call `accepting_changed` if it changes."""
+        accepting = [pod for pod in self.pods if pod.lifecycle.accepting]
+        if accepting != self.accepting:
+            self.accepting = accepting
+            self._context.accepting_changed()

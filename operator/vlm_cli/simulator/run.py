@@ -1,4 +1,4 @@
-"""Runs a trace through the simulated service under one autoscaler, tick by tick."""
+"""Runs a trace through the simulated service; one autoscaler decides at every tick."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from vlm_cli.simulator.hardware import Hardware, Noise
 from vlm_cli.simulator.job import Job
 from vlm_cli.simulator.pool import Drains
 from vlm_cli.simulator.trace import Trace
-from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 
-EPOCH = 1_767_225_600.0  # 2026-01-01: start of simulated time
-_OVERTIME_SECONDS = 3600.0  # limit after the trace's end, for requests in flight
+EPOCH = 1_767_225_600.0  # 2026-01-01T00:00Z: start of simulated time
+_MAX_SECONDS_AFTER_TRACE = 3600.0  # maximum time after the trace's end, for requests in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +39,11 @@ class Choice:
 
     Attributes:
         variants: replicas by variant.
-        claim: value of `VLMPool.spec.replicas`; None means their sum.
-        decision: the autoscaler's decision, if it has one.
+        replicas: value of `VLMPool.spec.replicas`; None means their sum.
     """
 
     variants: Mapping[str, int]
-    claim: int | None = None
-    decision: Decision | None = None
+    replicas: int | None = None
 
 
 class Autoscaler(Protocol):
@@ -62,8 +59,8 @@ class Setup:
     """The service and its hardware, the same for all compared autoscalers.
 
     Attributes:
-        start: number of ready pods at the start of the trace, by role, of the first variant.
-        crashes: pairs of time in the trace, in seconds, and role of the pod that crashes.
+        start: number of ready pods of the first variant at the start of the trace, by role.
+        crashes: for each crash the time in the trace, in seconds, and the pod's role.
     """
 
     policy: ServicePolicy
@@ -79,14 +76,14 @@ class Moment:
     """State after one tick.
 
     Attributes:
-        wanted, taking: wanted replicas, and pods that accept work, by role.
+        wanted, accepting: wanted replicas, and pods that accept work, by role.
         accelerators, cost_per_hour: sums over scheduled pods.
         waiting: number of requests that no pod has accepted.
     """
 
     at: float
     wanted: Mapping[Role, int]
-    taking: Mapping[Role, int]
+    accepting: Mapping[Role, int]
     accelerators: int
     cost_per_hour: float
     waiting: int
@@ -99,16 +96,14 @@ class Run:
     Attributes:
         seconds: length of the trace.
         jobs: every request of the trace, in the order of arrival.
-        moments: one per tick, overtime included.
-        gaps: counts of ITL, by `decoder.GAP_BUCKETS`.
-        inline_images: number of images that prefill pods encoded, because no encoder was ready.
+        moments: one per tick, also after the trace.
+        inline_images: number of images that prefill pods encoded, because no encoder pod was ready.
     """
 
     trace: str
     seconds: float
     jobs: tuple[Job, ...]
     moments: tuple[Moment, ...]
-    gaps: tuple[float, ...]
     inline_images: int
 
 
@@ -117,7 +112,7 @@ def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 
 
     Args:
         setup: the service and its hardware.
-        trace: requests of the users.
+        trace: the requests.
         autoscaler: called at every tick of the policy.
         seed: seed of start times and noise; equal arguments give equal runs.
     """
@@ -136,14 +131,16 @@ def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 
         cluster.clock.at(at, cluster.pools[role].crash)
     moments: list[Moment] = []
     tick, now = setup.policy.interval_seconds, 0.0
-    while now < trace.seconds or (_unended(cluster) and now < trace.seconds + _OVERTIME_SECONDS):
+    while now < trace.seconds or (
+        _has_unended_job(cluster) and now < trace.seconds + _MAX_SECONDS_AFTER_TRACE
+    ):
         now += tick
         cluster.clock.run(now)
         reading = Reading(cluster.view(), cluster.gateway.waiting, cluster.latencies)
-        chosen = autoscaler.decide(reading)
-        # pools that shrink come first, so that their devices are free for pools that grow
-        for role in sorted(chosen, key=lambda role: _growth(cluster, role, chosen[role])):
-            cluster.pools[role].scale(chosen[role].variants, claim=chosen[role].claim)
+        choices = autoscaler.decide(reading)
+        # pools that shrink come first, which frees their devices for pools that grow
+        for role in sorted(choices, key=lambda role: _growth(cluster, role, choices[role])):
+            cluster.pools[role].scale(choices[role].variants, replicas=choices[role].replicas)
         cluster.update_pods()
         moments.append(_moment(cluster, now))
     return Run(
@@ -151,7 +148,6 @@ def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 
         seconds=trace.seconds,
         jobs=tuple(cluster.gateway.jobs),
         moments=tuple(moments),
-        gaps=tuple(cluster.gateway.meters.gaps),
         inline_images=cluster.gateway.inline_images,
     )
 
@@ -173,7 +169,7 @@ def _arrivals(cluster: Cluster, trace: Trace) -> None:
     arrive_next()
 
 
-def _unended(cluster: Cluster) -> bool:
+def _has_unended_job(cluster: Cluster) -> bool:
     return any(job.ended_at is None for job in reversed(cluster.gateway.jobs))
 
 
@@ -185,7 +181,7 @@ def _moment(cluster: Cluster, now: float) -> Moment:
     return Moment(
         at=now,
         wanted={role: sum(pool.wanted.values()) for role, pool in cluster.pools.items()},
-        taking={role: len(pool.taking) for role, pool in cluster.pools.items()},
+        accepting={role: len(pool.accepting) for role, pool in cluster.pools.items()},
         accelerators=cluster.accelerators,
         cost_per_hour=cluster.cost_per_hour,
         waiting=sum(cluster.gateway.waiting.values()),

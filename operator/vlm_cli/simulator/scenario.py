@@ -1,4 +1,4 @@
-"""The service that the comparison runs on: three pools, one budget, targets per modality."""
+"""The services of the comparison: three pools, one budget, TTFT targets by modality."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlm_operator.names import Role
 
 MAX_ACCELERATORS = 16
 BIG, SMALL = "big", "small"
-# start time as the node class states it; hardware.NodeType has the real distribution
+# start-up time in the node class; hardware.NodeType has the real distribution
 _BIG = VariantPolicy(BIG, cost_per_hour=4.0, accelerators=1, startup_seconds=60.0, node_class=BIG)
 _START = {Role.ENCODER: 2, Role.PREFILL: 2, Role.DECODE: 2}
 
@@ -27,13 +27,12 @@ def standard(trace: str = "") -> Setup:
     """Return a service with one node type for all pools.
 
     Args:
-        trace: `bad-node-type` adds a cheaper node type that has no nodes. `text-only-lull` lets
-            the encoder pool scale to zero.
+        trace: for `bad-node-type` there is a second, cheaper node type without nodes. For
+            `text-only-lull` the encoder pool can scale to zero.
     """
     variants: tuple[VariantPolicy, ...] = (_BIG,)
     hardware = Hardware()
     if trace == "bad-node-type":
-        # the bad type is the cheapest and never has a node
         bad = dataclasses.replace(_BIG, name=SMALL, cost_per_hour=3.0, node_class=SMALL)
         variants = (_BIG, bad)
         hardware = dataclasses.replace(
@@ -43,10 +42,10 @@ def standard(trace: str = "") -> Setup:
 
 
 def mixed(price: float = 0.5) -> Setup:
-    """Return a service with a cheap node type: encoders have 0.6 of the speed on it, decode 0.8.
+    """Return a service with a second, cheap node type for the encoder and the decode pool.
 
-    Decode also has 0.8 of the KV memory on it. Prefill cannot use it. Each pool starts on its
-    first variant, which is the cheaper one.
+    On it encoders have 0.6 of the speed. Decode has 0.8 of the speed and of the KV memory. Each
+    pool starts on its first variant, which is the cheaper one.
 
     Args:
         price: price of the cheap type, as a share of the other type's.
@@ -73,13 +72,13 @@ def _setup(
             replicas=0,
             minimum=0 if zero and role is Role.ENCODER else 1,
             maximum=10,
-            variants=kinds,
+            variants=pool_variants,
             zero=ZeroPolicy(300.0, WhileAtZero.INLINE_AT_PREFILL)
             if zero and role is Role.ENCODER
             else None,
             inline=role is Role.PREFILL,
         )
-        for role, kinds in variants.items()
+        for role, pool_variants in variants.items()
     }
     policy = ServicePolicy(
         pools=pools,

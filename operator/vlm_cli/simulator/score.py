@@ -1,7 +1,7 @@
 """Scores a run: missed minutes, device hours, cost, changes of direction; and the Pareto front.
 
-A minute is missed if the 95th percentile of TTFT exceeds the target, for the requests of one
-modality that arrived in it. A request without a first token has infinite TTFT.
+A minute is missed if the 95th percentile of TTFT exceeds the target, over the requests of one
+modality that arrive in it. The TTFT of a request without a first token is infinite.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Score:
         minutes: length of the trace in minutes.
         accelerator_hours: device hours, including pods that start or drain.
         cost, cost_per_1000: cost of the trace, and per 1000 requests.
-        turns: most changes of direction of one pool within its stabilization window.
+        turns: maximum number of changes of direction of one pool within its stabilization window.
         turns_total: changes of direction of all pools.
         changes: number of changes of the pools' sizes.
-        refused, unserved: refused requests, and others that never got a first token.
+        refused, unserved: refused requests, and other requests without a first token.
         over_budget: number of ticks above the budget.
     """
 
@@ -52,11 +52,14 @@ class Score:
 
 
 def score(run: Run, policy: ServicePolicy) -> Score:
-    """Return the score of one run; overtime counts only for requests and `over_budget`."""
+    """Return the score of one run.
+
+    The time after the trace counts only for requests and `over_budget`.
+    """
     during = [moment for moment in run.moments if moment.at <= run.seconds]
     hours = _integral(during, lambda moment: float(moment.accelerators)) / 3600
     cost = _integral(during, lambda moment: moment.cost_per_hour) / 3600
-    turned = {role: direction_changes(during, role) for role in policy.pools}
+    changed_at = {role: direction_changes(during, role) for role in policy.pools}
     return Score(
         missed=len(missed_minutes(run.jobs, policy.ttft_seconds)),
         minutes=math.ceil(run.seconds / 60),
@@ -64,10 +67,13 @@ def score(run: Run, policy: ServicePolicy) -> Score:
         cost=cost,
         cost_per_1000=1000 * cost / max(1, len(run.jobs)),
         turns=max(
-            (most_within(times, policy.pools[role].down_seconds) for role, times in turned.items()),
+            (
+                most_within(times, policy.pools[role].down_seconds)
+                for role, times in changed_at.items()
+            ),
             default=0,
         ),
-        turns_total=sum(len(times) for times in turned.values()),
+        turns_total=sum(len(times) for times in changed_at.values()),
         changes=sum(
             before.wanted[role] != after.wanted[role]
             for before, after in itertools.pairwise(during)
@@ -76,20 +82,20 @@ def score(run: Run, policy: ServicePolicy) -> Score:
         requests=len(run.jobs),
         refused=sum(job.refused for job in run.jobs),
         unserved=sum(job.first_token_at is None and not job.refused for job in run.jobs),
-        over_budget=sum(_over(moment, policy) for moment in run.moments),
+        over_budget=sum(_exceeds_budget(moment, policy) for moment in run.moments),
     )
 
 
 def missed_minutes(jobs: Iterable[Job], targets: Mapping[str, float]) -> set[int]:
     """Return the missed minutes of the trace; `targets` are seconds by modality."""
-    arrived: dict[tuple[int, str], list[float]] = defaultdict(list)
+    by_minute: dict[tuple[int, str], list[float]] = defaultdict(list)
     for job in jobs:
-        taken = math.inf if job.ttft is None else job.ttft
-        arrived[int(job.request.at // 60), job.request.modality].append(taken)
+        ttft = math.inf if job.ttft is None else job.ttft
+        by_minute[int(job.request.at // 60), job.request.modality].append(ttft)
     return {
         minute
-        for (minute, modality), taken in arrived.items()
-        if percentile(taken, 0.95) > targets.get(modality, math.inf)
+        for (minute, modality), ttfts in by_minute.items()
+        if percentile(ttfts, 0.95) > targets.get(modality, math.inf)
     }
 
 
@@ -100,17 +106,17 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def direction_changes(moments: Sequence[Moment], role: Role) -> tuple[float, ...]:
-    """Return the times at which a pool changed from growing to shrinking, or back."""
-    found, last, before = [], 0, None
+    """Return the times at which a pool changed from growth to shrinking, or the reverse."""
+    times, last_sign, before = [], 0, None
     for moment in moments:
         count = moment.wanted[role]
         if before is not None and count != before:
             sign = 1 if count > before else -1
-            if last and sign != last:
-                found.append(moment.at)
-            last = sign
+            if last_sign and sign != last_sign:
+                times.append(moment.at)
+            last_sign = sign
         before = count
-    return tuple(found)
+    return tuple(times)
 
 
 def most_within(times: Sequence[float], window: float) -> int:
@@ -137,7 +143,7 @@ def _integral(moments: Sequence[Moment], value: Callable[[Moment], float]) -> fl
     return total
 
 
-def _over(moment: Moment, policy: ServicePolicy) -> bool:
+def _exceeds_budget(moment: Moment, policy: ServicePolicy) -> bool:
     budget = policy.budget
     devices, cost = budget.accelerators, budget.cost_per_hour
     return (devices is not None and moment.accelerators > devices) or (

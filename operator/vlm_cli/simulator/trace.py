@@ -3,7 +3,7 @@
     {"at": 12.5, "text_tokens": 300, "output_tokens": 120, "patches": [2304], "cached_tokens": 0}
 
 `at` is in seconds from the start of the trace. `patches` has one number per image. `cached_tokens`
-is the length of the prompt's head that is in the prefix cache. Both are optional.
+is the length of the prompt's prefix in the prefix cache. Both are optional.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIELDS = {"at", "text_tokens", "output_tokens", "patches", "cached_tokens"}
 
 
 class TraceError(ValueError):
-    """A line of a recorded trace is wrong; the message names the line, the field and the fix."""
+    """A line of a recorded trace is invalid; the message names the line, the field and the fix."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Request:
     Attributes:
         at: arrival, in seconds since the start of the trace.
         text_tokens: prompt tokens without visual tokens.
-        output_tokens: tokens of the whole answer, at least 1.
-        patches: number of patches of each image at the encoder.
-        cached_tokens: tokens at the head of the prompt that need no prefill.
+        output_tokens: tokens of the answer, at least 1.
+        patches: number of patches of each image, after resizing.
+        cached_tokens: length of the prompt's prefix in the prefix cache.
     """
 
     at: float
@@ -60,11 +60,13 @@ def read_trace(name: str, lines: Iterable[str]) -> Trace:
     Raises:
         TraceError: a line is invalid, or there is none.
     """
-    found = [_request(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
-        raise TraceError(f"{name} has no request: write one JSON object a line")
-    found.sort(key=lambda request: request.at)
-    return Trace(name, 60.0 * (math.floor(found[-1].at / 60) + 1), tuple(found))
+    requests = [
+        _request(line, number) for number, line in enumerate(lines, start=1) if line.strip()
+    ]
+    if not requests:
+        raise TraceError(f"{name} has no request: write one JSON object per line")
+    requests.sort(key=lambda request: request.at)
+    return Trace(name, 60.0 * (math.floor(requests[-1].at / 60) + 1), tuple(requests))
 
 
 def write_trace(trace: Trace) -> Iterable[str]:
@@ -82,23 +84,25 @@ def _request(line: str, number: int) -> Request:
         raise TraceError(f"line {number} is not an object: write {{...}}")
     unknown = sorted(set(value) - _FIELDS)
     if unknown:
-        raise TraceError(f"line {number}: {unknown[0]} is none of {', '.join(sorted(_FIELDS))}")
+        raise TraceError(
+            f"line {number}: {unknown[0]} is not a field: use one of {', '.join(sorted(_FIELDS))}"
+        )
     at = value.get("at")
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
-        raise TraceError(f"line {number}: at must be seconds from the start, 0 or more")
+        raise TraceError(f"line {number}: at must be seconds from the start, at least 0")
     patches = value.get("patches", [])
     if not isinstance(patches, list):
-        raise TraceError(f"line {number}: patches must be a list, one number per image")
+        raise TraceError(f"line {number}: patches must be a list with one number per image")
     return Request(
         at=float(at),
-        text_tokens=_count(value.get("text_tokens"), "text_tokens", number, least=1),
-        output_tokens=_count(value.get("output_tokens"), "output_tokens", number, least=1),
-        patches=tuple(_count(item, "patches", number, least=1) for item in patches),
-        cached_tokens=_count(value.get("cached_tokens", 0), "cached_tokens", number, least=0),
+        text_tokens=_count(value.get("text_tokens"), "text_tokens", number, minimum=1),
+        output_tokens=_count(value.get("output_tokens"), "output_tokens", number, minimum=1),
+        patches=tuple(_count(item, "patches", number, minimum=1) for item in patches),
+        cached_tokens=_count(value.get("cached_tokens", 0), "cached_tokens", number, minimum=0),
     )
 
 
-def _count(value: Any, field: str, number: int, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise TraceError(f"line {number}: {field} must be a whole number, {least} or more")
+def _count(value: Any, field: str, number: int, *, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise TraceError(f"line {number}: {field} must be an integer of at least {minimum}")
     return value

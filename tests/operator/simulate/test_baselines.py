@@ -7,7 +7,7 @@ from support.simulated import run
 from vlm_cli.simulator.baselines import BASELINES, baseline
 from vlm_cli.simulator.contenders import OURS
 from vlm_cli.simulator.generate import generate
-from vlm_cli.simulator.horizontal import Horizontal, by_pods, by_total
+from vlm_cli.simulator.horizontal import HPA, by_pods, by_total
 from vlm_cli.simulator.scenario import standard
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role
@@ -44,7 +44,7 @@ def test_a_pod_without_a_metric_counts_against_the_move():
 
 
 def test_an_hpa_grows_by_four_pods_or_by_all_and_shrinks_to_the_window_s_greatest():
-    hpa = Horizontal(POLICY)
+    hpa = HPA(POLICY)
     assert hpa.stabilize(0.0, 2, 10) == 6
     assert hpa.stabilize(15.0, 6, 10) == 10
     assert hpa.stabilize(30.0, 10, 3) == 10
@@ -53,7 +53,7 @@ def test_an_hpa_grows_by_four_pods_or_by_all_and_shrinks_to_the_window_s_greates
 
 
 def test_an_hpa_begins_with_what_there_is():
-    assert Horizontal(POLICY).stabilize(0.0, 5, 1) == 5
+    assert HPA(POLICY).stabilize(0.0, 5, 1) == 5
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))

@@ -42,8 +42,8 @@ def test_stages_add_up_to_the_time_to_first_token():
     done = run(standard(), generate("bursty-images", seed=3, seconds=300.0))
     assert len(done.jobs) > 1000
     for job in done.jobs:
-        assert sum(job.marks.values()) == pytest.approx(job.ttft)
-        assert min(job.marks.values()) >= 0
+        assert sum(job.stages.values()) == pytest.approx(job.ttft)
+        assert min(job.stages.values()) >= 0
 
 
 def test_kv_tokens_in_use_return_to_zero():

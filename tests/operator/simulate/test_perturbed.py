@@ -72,7 +72,7 @@ def test_a_pod_that_crashes_gives_up_its_work_and_comes_back_and_no_request_is_l
     setup = dataclasses.replace(standard(), noise=QUIET, crashes=crashes)
     done = run(setup, generate("steady", seed=3, seconds=600.0), seed=3)
     for role in Role.PREFILL, Role.DECODE, Role.ENCODER:
-        taking = [moment.taking[role] for moment in done.moments if moment.at <= 600.0]
+        taking = [moment.accepting[role] for moment in done.moments if moment.at <= 600.0]
         assert (taking[0], min(taking), taking[-1]) == (2, 1, 2)
     for job in done.jobs:
         assert job.ended_at is not None

@@ -42,7 +42,7 @@ def test_decode_holds_as_many_sequences_as_littles_law_says():
 def test_a_batch_of_images_takes_what_its_curve_says():
     setup = one_of_each(encode=Curve(0.5, 1e-4, 1e-8), media_seconds=0.0)
     done = run(setup, poisson(0.05, 2000.0, output_tokens=1, patches=(1000,)))
-    fastest = min(job.marks["encode"] for job in done.jobs)
+    fastest = min(job.stages["encode"] for job in done.jobs)
     assert fastest == pytest.approx(0.5 + 0.1 + 0.01)
 
 

@@ -46,11 +46,11 @@ def test_a_recorded_trace_may_leave_out_images_and_cache_and_come_unordered():
     [
         ({"at": -1}, "line 2: at must be seconds"),
         ({"at": True}, "line 2: at must be seconds"),
-        ({"output_tokens": 0}, "line 2: output_tokens must be a whole number, 1 or more"),
+        ({"output_tokens": 0}, "line 2: output_tokens must be an integer of at least 1"),
         ({"text_tokens": None}, "line 2: text_tokens must be"),
         ({"patches": 3}, "line 2: patches must be a list"),
-        ({"patches": [0]}, "line 2: patches must be a whole number, 1 or more"),
-        ({"images": 1}, "line 2: images is none of at, cached_tokens"),
+        ({"patches": [0]}, "line 2: patches must be an integer of at least 1"),
+        ({"images": 1}, "line 2: images is not a field: use one of at, cached_tokens"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_field_and_the_fix(change, words):

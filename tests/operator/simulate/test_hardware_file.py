@@ -2,8 +2,7 @@
 
 import pytest
 
-from vlm_cli.simulator.hardware import Curve, Hardware, NodeType
-from vlm_cli.simulator.settings import HardwareError, read_hardware
+from vlm_cli.simulator.hardware import Curve, Hardware, HardwareError, NodeType, read_hardware
 from vlm_operator.names import Role
 
 
@@ -30,14 +29,14 @@ def test_curves_numbers_and_node_types_are_read():
     ("value", "words"),
     [
         ([], "the hardware must be a mapping"),
-        ({"kv": 1}, "kv is no field: there are"),
-        ({"kv_tokens": "many"}, "kv_tokens must be a number, 0 or more"),
-        ({"kv_tokens": 1.5}, "kv_tokens must be a whole number"),
-        ({"kv_tokens": 0}, "kv_tokens must be more than 0"),
+        ({"kv": 1}, "kv is not a field: use one of"),
+        ({"kv_tokens": "many"}, "kv_tokens must be a number of at least 0"),
+        ({"kv_tokens": 1.5}, "kv_tokens must be an integer"),
+        ({"kv_tokens": 0}, "kv_tokens must be greater than 0"),
         ({"encode": {"linear": 1}}, "encode.fixed is missing"),
-        ({"encode": {"fixed": -1, "linear": 1}}, "encode.fixed must be a number, 0 or more"),
-        ({"node_types": {"gateway": {}}}, "node_types.gateway is no role"),
-        ({"node_types": {"decode": {"a": {"pods": 1}}}}, "node_types.decode.a.pods is no field"),
+        ({"encode": {"fixed": -1, "linear": 1}}, "encode.fixed must be a number of at least 0"),
+        ({"node_types": {"gateway": {}}}, "node_types.gateway is not a role"),
+        ({"node_types": {"decode": {"a": {"pods": 1}}}}, "node_types.decode.a.pods is not a field"),
     ],
 )
 def test_a_wrong_field_is_named_with_the_fix(value, words):

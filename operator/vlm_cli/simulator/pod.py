@@ -1,6 +1,6 @@
-"""Life cycle of a simulated pod, and the interface of all kinds of pods.
+"""Life cycle of a simulated pod, and the interface of encoder, prefill and decode pods.
 
-pending ─ node ─▶ starting ─▶ ready ─ drain ─▶ draining ─ empty, or deadline ─▶ gone
+pending ─ node ─▶ starting ─▶ ready ─ drain ─▶ draining ─ no request, or deadline ─▶ removed
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _LATENCY_SECONDS = 60.0  # window of recorded latencies
 
 
 @dataclasses.dataclass(eq=False)
-class Life:
+class Lifecycle:
     """Identity and state of a pod; its pool is the one writer. Times are in simulated seconds.
 
     Attributes:
-        scheduled_since: when it got a node and its devices; None if pending.
+        scheduled_since: time of its scheduling to a node with its devices; None if pending.
         draining_since: start of its drain; None if it does not drain.
-        predicted: factor of its predicted over its real work.
+        prediction_factor: ratio of predicted to real work.
         served: whether it was ready before a crash.
-        unready_since: when it crashed; None if it is ready or never was.
-        boots: number of restarts of its process.
+        unready_since: time of its crash; None if it is ready or never was.
+        restarts: number of restarts of its process.
     """
 
     uid: str
@@ -41,11 +41,11 @@ class Life:
     scheduled_since: float | None = None
     ready_since: float | None = None
     draining_since: float | None = None
-    gone: bool = False
-    predicted: float = 1.0
+    removed: bool = False
+    prediction_factor: float = 1.0
     served: bool = False
     unready_since: float | None = None
-    boots: int = 0
+    restarts: int = 0
 
     @property
     def scheduled(self) -> bool:
@@ -54,7 +54,7 @@ class Life:
 
     @property
     def phase(self) -> PodPhase:
-        """Phase as the autoscaler sees it."""
+        """Phase in the autoscaler's view."""
         if self.draining_since is not None:
             return "draining"
         if self.ready_since is not None:
@@ -64,7 +64,7 @@ class Life:
     @property
     def accepting(self) -> bool:
         """Whether it accepts new work."""
-        return self.ready_since is not None and self.draining_since is None and not self.gone
+        return self.ready_since is not None and self.draining_since is None and not self.removed
 
     def sample(
         self,
@@ -74,12 +74,12 @@ class Life:
         busy: Mapping[str, WorkCounters],
         queued_requests: int = 0,
         queued_seconds: float = 0.0,
-        admitted_seconds: float = 0.0,
+        started_seconds: float = 0.0,
     ) -> Sample:
         """Return the pod's report now."""
         return Sample(
             pod_uid=self.uid,
-            boot_id=f"{self.uid}/{self.boots}",
+            boot_id=f"{self.uid}/{self.restarts}",
             role=self.role,
             phase="draining" if self.draining_since is not None else "ready",
             message="",
@@ -87,7 +87,7 @@ class Life:
             inflight=inflight,
             queued_requests=queued_requests,
             queued_work_seconds=queued_seconds,
-            started_work_seconds=admitted_seconds,
+            started_work_seconds=started_seconds,
             kv=kv,
             model=None,
             ttft={},
@@ -96,7 +96,7 @@ class Life:
         )
 
     def view(self, epoch: float) -> PodView:
-        """Return the autoscaler's view; `epoch` is the clock's zero in seconds since the epoch."""
+        """Return the autoscaler's view; `epoch` is the Unix time of the clock's zero."""
 
         def moment(since: float | None) -> float | None:
             return None if since is None else epoch + since
@@ -114,20 +114,20 @@ class Life:
 
 
 class Pod(Protocol):
-    """Interface of pods; `Computer` and `Decoder` implement it."""
+    """Interface of `ComputePod` and `DecodePod`."""
 
-    life: Life
+    lifecycle: Lifecycle
 
     @property
     def inflight(self) -> int:
         """Number of requests at this pod."""
         ...
 
-    def sample(self, now: float) -> Sample:
-        """Return the pod's report."""
+    def sample(self) -> Sample:
+        """Return the pod's report now."""
         ...
 
-    def evacuate(self, now: float) -> list[Job]:
+    def evacuate(self) -> list[Job]:
         """Remove and return all jobs, if a drain reaches its deadline or the pod crashes."""
         ...
 
@@ -140,20 +140,20 @@ class Latencies:
     """Latencies of one pod in the last minute."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, float]] = deque()
+        self._recent: deque[tuple[float, float]] = deque()
 
     def add(self, now: float, seconds: float) -> None:
-        """Add the latency of work that ended `now`."""
-        self._kept.append((now, seconds))
+        """Add the latency of work that ends `now`."""
+        self._recent.append((now, seconds))
 
     def p95(self, now: float) -> float | None:
-        """Return the 95th percentile in seconds; None if no work ended."""
-        while self._kept and self._kept[0][0] < now - _LATENCY_SECONDS:
-            self._kept.popleft()
-        if not self._kept:
+        """Return the 95th percentile in seconds; None if no work ended in the last minute."""
+        while self._recent and self._recent[0][0] < now - _LATENCY_SECONDS:
+            self._recent.popleft()
+        if not self._recent:
             return None
-        taken = sorted(seconds for _, seconds in self._kept)
+        taken = sorted(seconds for _, seconds in self._recent)
         return taken[max(0, -(-len(taken) * 95 // 100) - 1)]
 
 
-Handed = Callable[[Job], None]
+JobCallback = Callable[[Job], None]
