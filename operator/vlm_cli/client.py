@@ -7,6 +7,7 @@ chunk with the usage: `{"ttft_ms": 41.5, "stages": {"media": 3.1, ...}}`. Other 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import io
@@ -18,9 +19,15 @@ from typing import Any
 
 import aiohttp
 
-from vlm_cli.images import data_url, media_type
 from vlm_cli.output import CliError
 from vlm_cli.target import Target
+
+_PREFIXES = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+}
 
 
 class ApiError(Exception):
@@ -103,6 +110,16 @@ def read_image(path: Path) -> bytes:
     if media_type(data) is None:
         raise CliError(f"{path} is not a PNG, JPEG, WebP or GIF", "convert it to PNG")
     return data
+
+
+def media_type(data: bytes) -> str | None:
+    """Return the MIME type; None if the gateway does not accept the format."""
+    return next((mime for prefix, mime in _PREFIXES.items() if data.startswith(prefix)), None)
+
+
+def data_url(data: bytes) -> str:
+    """Return an image as a `data:` URL for the OpenAI API."""
+    return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
 
 
 async def stream_chat(

@@ -22,7 +22,7 @@ from vlm_operator.apply.learned import Learned
 from vlm_operator.autoscale.constants import CONSTANTS, parse_constants
 from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind
 from vlm_operator.errors import OperatorError
-from vlm_operator.informer.reflector import CachedClient, Informer
+from vlm_operator.informer import CachedClient, Informer
 from vlm_operator.kopf_events import Kopf, ServiceEvents
 from vlm_operator.leader import AT_ONCE, BackgroundLoop, Fenced, Lease, Timing
 from vlm_operator.plan.deployments import Options as PlanOptions

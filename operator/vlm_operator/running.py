@@ -24,7 +24,7 @@ import kopf
 from vlm_operator import metrics
 from vlm_operator.cluster import VLM_SERVICE, Cluster
 from vlm_operator.errors import ClusterError, LeaseLostError
-from vlm_operator.informer.reflector import Informer
+from vlm_operator.informer import Informer
 from vlm_operator.kopf_events import Kopf, ServiceEvents, register
 from vlm_operator.leader import BackgroundLoop, Lease
 from vlm_operator.reconcile.class_and_pool_status import NodeClassReconciler, PoolLoop

@@ -1,4 +1,4 @@
 """`vlm bench`: open-loop load on a service, with TTFT by stage and one outcome per request.
 
-load.py  schedules and sends requests    report.py  summarises results    command.py  the command
+load.py  generates and sends requests    report.py  summarises results    command.py  the command
 """

@@ -14,10 +14,9 @@ import aiohttp
 import typer
 
 from vlm_cli import flags
-from vlm_cli.bench.load import Arrival, Result, poisson, run_load
+from vlm_cli.bench.load import Arrival, Result, make_image, poisson, run_load
 from vlm_cli.bench.report import print_report, summarise
 from vlm_cli.client import Answer, chat_body, read_image, stream_chat
-from vlm_cli.images import make_image
 from vlm_cli.output import CliError, Format, console, emit, notes
 from vlm_cli.target import Options, Target, open_target
 

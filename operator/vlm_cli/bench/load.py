@@ -1,7 +1,8 @@
 """Open-loop load: each request is sent at its scheduled time, independent of earlier answers.
 
 Poisson arrivals are drawn in advance, so a slow server cannot reduce its load (coordinated
-omission). The same seed gives the same requests.
+omission). The same seed gives the same requests and images. This module encodes PNG itself, so that
+the operator's container image needs no imaging library.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import dataclasses
 import enum
 import itertools
 import random
+import struct
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 
 from vlm_cli.client import Answer, ApiError, failure_kind
+
+_COLOURS = ((220, 30, 30), (30, 160, 50), (40, 70, 220), (240, 200, 20), (150, 40, 170))
 
 
 class Outcome(enum.StrEnum):
@@ -73,6 +78,22 @@ def poisson(rate: float, duration: float, image_share: float, seed: int) -> list
     raise AssertionError("count() never ends")
 
 
+def make_image(seed: int, *, width: int, height: int) -> bytes:
+    """Return a PNG of `width` by `height` pixels; each seed gives another image."""
+    rng = random.Random(seed)  # noqa: S311 - images, not secrets
+    colour = bytes(rng.choice(_COLOURS))
+    ground = bytes(rng.randrange(200, 256) for _ in range(3))
+    left, right = sorted(rng.sample(range(width + 1), 2))
+    top, bottom = sorted(rng.sample(range(height + 1), 2))
+    empty = b"\0" + ground * width
+    filled = b"\0" + ground * left + colour * (right - left) + ground * (width - right)
+    rows = [filled if top <= y < bottom else empty for y in range(height)]
+    # the lower 48 bits of the seed in one corner, so that images of different seeds differ
+    mark = (seed & 0xFFFFFFFFFFFF).to_bytes(6, "big")
+    rows[0] = rows[0][:1] + mark + rows[0][7:]
+    return _png(width, height, b"".join(rows))
+
+
 async def run_load(
     arrivals: Sequence[Arrival],
     ask: Callable[[Arrival], Awaitable[Answer]],
@@ -122,3 +143,12 @@ async def _ask(arrival: Arrival, ask: Callable[[Arrival], Awaitable[Answer]], la
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         return Result(arrival, Outcome.FAILED, lag, failure_kind(error))
     return Result(arrival, Outcome.OK, lag, answer=answer)
+
+
+def _png(width: int, height: int, rows: bytes) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 1)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    )

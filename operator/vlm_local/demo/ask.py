@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from vlm_cli.images import data_url
+from vlm_cli.client import data_url
 from vlm_local.errors import LocalError, ToolMissingError
 
 if TYPE_CHECKING:

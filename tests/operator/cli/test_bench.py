@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_cli.bench.command import NUM_SEEDS, Load, bench, new_seed, run
-from vlm_cli.bench.load import Arrival, Outcome, Result, poisson, run_load
+from vlm_cli.bench.load import Arrival, Outcome, Result, make_image, poisson, run_load
 from vlm_cli.bench.report import percentile, summarise
 from vlm_cli.client import Answer, ApiError
-from vlm_cli.images import make_image
 from vlm_cli.output import CliError, Format
 from vlm_cli.target import Options
 

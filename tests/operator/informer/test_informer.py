@@ -12,6 +12,7 @@ import pytest
 
 from support.fakes import FakeCluster, FakeScraper, WatchableCluster, run_controllers
 from support.world import body, pool
+from vlm_operator import informer as informers
 from vlm_operator import names
 from vlm_operator.backoff import Backoff
 from vlm_operator.cluster import (
@@ -26,8 +27,7 @@ from vlm_operator.cluster import (
     Cluster,
 )
 from vlm_operator.errors import ClusterError, UnavailableError
-from vlm_operator.informer import reflector
-from vlm_operator.informer.reflector import CachedClient, Informer
+from vlm_operator.informer import CachedClient, Informer
 from vlm_operator.reconcile.class_and_pool_status import (
     NodeClassReconciler,
     NodeClassUsage,
@@ -42,10 +42,10 @@ LABELS = {names.LABEL_SERVICE: "demo"}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reflector, "MIN_LIST_SECONDS", 0.0)
-    monkeypatch.setattr(reflector, "RETRY", Backoff(longest=0.001))
-    monkeypatch.setattr(reflector, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(reflector, "LIST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(informers, "MIN_LIST_SECONDS", 0.0)
+    monkeypatch.setattr(informers, "RETRY", Backoff(longest=0.001))
+    monkeypatch.setattr(informers, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(informers, "LIST_WAIT_SECONDS", 0.2)
 
 
 class Followed:
@@ -201,7 +201,7 @@ async def test_a_watch_that_breaks_is_made_up_for(status: int):
 async def test_what_is_known_may_be_read_for_a_while_after_the_watch_broke(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(reflector, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(informers, "GRACE_SECONDS", 60.0)
     async with followed() as found:
         found.cluster.hardware(config_map("one", "1"))
         assert await data(found.reads) == {"one": "1"}

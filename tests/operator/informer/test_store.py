@@ -10,7 +10,7 @@ from hypothesis import given
 
 from vlm_operator import names
 from vlm_operator.cluster import CONFIG_MAP, NODE, POD, VLM_POOL, Kind
-from vlm_operator.informer.store import Store, transform
+from vlm_operator.object_store import Store, transform
 from vlm_operator.observe import pod_states
 from vlm_operator.status.classes import class_status
 

@@ -21,7 +21,7 @@ from vlm_operator.cluster import (
     VLM_SERVICE,
     WatchEventType,
 )
-from vlm_operator.informer.reflector import CachedClient, Informer
+from vlm_operator.informer import CachedClient, Informer
 from vlm_operator.kopf_events import ServiceEvents
 from vlm_operator.reconcile.decisions import Options
 from vlm_operator.reconcile.queue import Cause, Key, Outcome

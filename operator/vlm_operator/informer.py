@@ -1,4 +1,8 @@
-"""Keeps stores up to date by lists and watches, and reads from them.
+"""Watch caches of labelled objects and all VLMPools, so that turns read from memory.
+
+API server ── list, watch ──▶ Informer ─▶ Store ◀── answers to our writes ────┐
+                                            │ list()                          │
+                        a turn ◀── CachedClient ───────── writes ─────────────┴─▶ Fenced
 
 list ─▶ watch for `seconds` ─▶ watch from where it ended ─▶ ... ─▶ after `relist`: list again
           └── an error, 410 Gone, or silence ─▶ list again
@@ -6,7 +10,8 @@ list ─▶ watch for `seconds` ─▶ watch from where it ended ─▶ ... ─�
 The API server ends a watch after `seconds`. The next watch resumes at the version of the last event
 or bookmark, so a quiet cluster is not listed. A list every `relist` seconds repairs lost events.
 After an error, turns read the store for `GRACE_SECONDS`. Then a turn waits for the next complete
-list, or fails because the API server is unavailable.
+list, or fails because the API server is unavailable. Reasons:
+docs/decisions/0015-turns-read-from-memory.md.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from vlm_operator import names
 from vlm_operator.backoff import Backoff
 from vlm_operator.cluster import VLM_POOL, Cluster, Kind, Manifest, Source, WatchEventType, kind_of
 from vlm_operator.errors import ClusterError, UnavailableError
-from vlm_operator.informer.store import Service, Store
+from vlm_operator.object_store import Service, Store
 
 logger = logging.getLogger(__name__)
 
