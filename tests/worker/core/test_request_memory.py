@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlm_worker.core.request_memory import Claim, ImageMemory, MemoryBudget, UploadMemory, divide
+from vlm_worker.core.request_memory import (
+    ImageMemory,
+    ImageReservation,
+    MemoryBudget,
+    UploadMemory,
+    divide,
+)
 
 CAPACITY = 800
 KEPT = 100
@@ -16,60 +22,60 @@ tenants = st.sampled_from([b"a", b"b", b"c"])
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Calls come, wait, get their memory, give it back or leave, in any order."""
+    """Calls reserve, wait, are granted, release or cancel, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.memory = ImageMemory(CAPACITY, max_waiting=1000)
-        self.waiting: list[Claim] = []
-        self.held: list[Claim] = []
+        self.waiting: list[ImageReservation] = []
+        self.held: list[ImageReservation] = []
 
     def grant(self) -> None:
-        for claim in self.memory.granted():
-            self.waiting.remove(claim)
-            self.held.append(claim)
+        for reservation in self.memory.granted():
+            self.waiting.remove(reservation)
+            self.held.append(reservation)
 
     @rule(num_bytes=st.integers(0, LARGEST), tenant=tenants, early=st.booleans())
-    def comes(self, num_bytes: int, tenant: bytes, early: bool) -> None:
-        claim = self.memory.claim(num_bytes, tenant=tenant)
-        if early and self.memory.take_early(claim):
-            self.held.append(claim)
+    def reserves(self, num_bytes: int, tenant: bytes, early: bool) -> None:
+        reservation = self.memory.reservation(num_bytes, tenant=tenant)
+        if early and self.memory.take_early(reservation):
+            self.held.append(reservation)
             assert self.memory.used <= CAPACITY // 2
             return
-        assert self.memory.wait(claim, num_images=1)
-        self.waiting.append(claim)
+        assert self.memory.wait(reservation, num_images=1)
+        self.waiting.append(reservation)
         self.grant()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def gives_back(self, data: st.DataObject) -> None:
+    def releases(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, len(self.held) - 1))
         self.memory.release(self.held.pop(number))
         self.grant()
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def leaves(self, data: st.DataObject) -> None:
+    def cancels(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, len(self.waiting) - 1))
-        self.memory.give_up(self.waiting.pop(number))
+        self.memory.cancel(self.waiting.pop(number))
         self.grant()
 
     @invariant()
     def it_stays_within_its_share(self) -> None:
-        assert self.memory.used == sum(claim.num_bytes for claim in self.held)
+        assert self.memory.used == sum(reservation.num_bytes for reservation in self.held)
         assert self.memory.used <= CAPACITY, "M1"
         assert self.memory.num_waiting == len(self.waiting)
-        assert self.held or not self.waiting, "M3: nobody holds anything, and somebody waits"
+        assert self.held or not self.waiting, "M3: a reservation waits while none is granted"
 
     def teardown(self) -> None:
-        """M3: with everything given back, everybody who waits gets his turn."""
+        """M3: after all granted reservations are released, each waiting one is granted."""
         rounds = len(self.held) + len(self.waiting) + 1
         for _ in range(rounds):
             if not self.held:
                 break
             self.memory.release(self.held.pop(0))
             self.grant()
-        assert not self.waiting, "M3: a claim is never granted"
+        assert not self.waiting, "M3: a reservation is never granted"
 
 
 MemoryMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
@@ -85,24 +91,24 @@ TestMemoryAtLength = pytest.mark.timeout(1800)(pytest.mark.full(LongMemoryMachin
 
 
 @given(st.lists(st.integers(KEPT // 4 + 1, LARGEST), min_size=1, max_size=20))
-def test_a_small_claim_waits_for_no_large_one(sizes: list[int]) -> None:
+def test_a_small_reservation_waits_for_no_large_one(sizes: list[int]) -> None:
     memory = ImageMemory(CAPACITY, max_waiting=100)
     for size in sizes:
-        assert memory.wait(memory.claim(size, tenant=b"large"), num_images=1)
+        assert memory.wait(memory.reservation(size, tenant=b"large"), num_images=1)
     memory.granted()
-    small = memory.claim(KEPT // 4, tenant=b"small")
+    small = memory.reservation(KEPT // 4, tenant=b"small")
     assert memory.wait(small, num_images=1)
     assert small in memory.granted(), "M4"
 
 
 @given(st.integers(1, 30))
-def test_a_tenants_claim_comes_after_one_of_each_other_tenant(num_before: int) -> None:
+def test_a_tenants_reservation_waits_for_at_most_one_of_each_other_tenant(num_before: int) -> None:
     memory = ImageMemory(CAPACITY, max_waiting=100)
-    many = [memory.claim(LARGEST, tenant=b"many") for _ in range(num_before + 1)]
-    for claim in many:
-        assert memory.wait(claim, num_images=1)
+    many = [memory.reservation(LARGEST, tenant=b"many") for _ in range(num_before + 1)]
+    for reservation in many:
+        assert memory.wait(reservation, num_images=1)
     assert memory.granted() == many[:1]
-    one = memory.claim(LARGEST, tenant=b"one")
+    one = memory.reservation(LARGEST, tenant=b"one")
     assert memory.wait(one, num_images=1)
     order = []
     holder = many[0]
@@ -122,16 +128,16 @@ def test_uploads_are_counted_whole_and_never_beyond_their_share(parts: list[int]
     for part in taken:
         memory.release(part)
     assert memory.used == 0
-    assert memory.take(1000), "whoever is alone has all of it"
+    assert memory.take(1000), "one upload alone can have all of it"
 
 
 def test_too_many_waiting_images_are_refused_but_one_call_alone_never_is() -> None:
     memory = ImageMemory(CAPACITY, max_waiting=4)
-    claims = [memory.claim(LARGEST, tenant=b"a") for _ in range(3)]
-    assert memory.wait(claims[0], num_images=9)
-    assert memory.granted() == claims[:1]
-    assert memory.wait(claims[1], num_images=9)
-    assert not memory.wait(claims[2], num_images=1)
+    reservations = [memory.reservation(LARGEST, tenant=b"a") for _ in range(3)]
+    assert memory.wait(reservations[0], num_images=9)
+    assert memory.granted() == reservations[:1]
+    assert memory.wait(reservations[1], num_images=9)
+    assert not memory.wait(reservations[2], num_images=1)
     assert memory.num_refused == 1
 
 

@@ -93,9 +93,9 @@ class Asking(Simulation):
 
     def _check_claims(self) -> None:
         waiting = [s for s in self.works if s.status is Status.WAITING]
-        claims = sum(s.soft_reserved_blocks or 0 for s in waiting)
-        assert claims == self.scheduler.admission.soft_reservations.num_blocks
-        assert claims <= self.pool.num_available, "more is claimed than could be had"
+        reserved = sum(s.soft_reserved_blocks or 0 for s in waiting)
+        assert reserved == self.scheduler.admission.soft_reservations.num_blocks
+        assert reserved <= self.pool.num_available, "more blocks are reserved than available"
         for sequence in waiting:
             pins = sequence in self.asked or any(e is not None for e in sequence.embeddings)
             assert not pins or sequence.can_pin_embeddings, "it pins an image without blocks"

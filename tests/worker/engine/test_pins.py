@@ -1,4 +1,4 @@
-"""Prompts pin embeddings only with blocks, or a claim to some: E4, by bursts and by full pools."""
+"""Prompts pin embeddings only with blocks, or a soft reservation of some: E4, full pools."""
 
 from __future__ import annotations
 

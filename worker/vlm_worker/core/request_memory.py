@@ -1,15 +1,16 @@
-"""Limits the memory that requests use in one worker process, and orders waiting claims. Pure.
+"""Limits the memory that requests use in one worker process, and orders reservations. Pure.
 
     MemoryBudget     a total in bytes, divided by kind of use
     UploadMemory     bytes of files, counted when they arrive; a file that does not fit is refused
-    ImageMemory      decoded images; a claim that does not fit waits, for all images of a call
+    ImageMemory      decoded images; one reservation for all images of a call, which waits until
+                     it fits
 
 Laws (tests/worker/core/test_request_memory.py):
 
     M1  used memory never exceeds its share
-    M2  a claim is granted as a whole, so no two claims wait for each other
-    M3  if all granted claims are released, each waiting claim is eventually granted
-    M4  small claims never wait for large ones, and no tenant waits for all claims of another
+    M2  a reservation is granted as a whole, so no two of them wait for each other
+    M3  if all granted reservations are released, each waiting reservation is eventually granted
+    M4  small reservations never wait for large ones, and no tenant waits for all those of another
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from collections.abc import Mapping
 from typing import Final
 
 SMALL_SHARE: Final = 8
-"""One eighth of the image memory is kept for small claims."""
-SMALL_CLAIMS: Final = 4
-"""A claim is small if at least this many of its size fit into the memory kept for small claims."""
+"""One eighth of the image memory is kept for small reservations."""
+SMALL_RESERVATIONS: Final = 4
+"""A reservation is small if this many of its size fit into the memory kept for small ones."""
 
 
 class MemoryKind(enum.StrEnum):
@@ -119,7 +120,7 @@ class UploadMemory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Claim:
+class ImageReservation:
     """The memory that all images of one call need; `tenant` identifies the caller."""
 
     num_bytes: int
@@ -128,17 +129,17 @@ class Claim:
 
 
 class ImageMemory:
-    """Memory of decoded images. A claim is granted as a whole, in the order of its lane.
+    """Memory of decoded images. A reservation is granted as a whole, in the order of its lane.
 
     small    in order of arrival
-    large    one claim of each tenant in turn; the next is chosen after the last was granted
+    large    one reservation of each tenant in turn; the next is chosen after the last is granted
 
-    Small claims may use all memory while no large claim waits; otherwise only the part that is kept
-    for them.
+    If no large reservation waits, small ones may use all memory; otherwise only the part that is
+    kept for them.
 
     Attributes:
-        num_refused: claims that were refused because too many images waited.
-        num_waiting: images of waiting claims.
+        num_refused: reservations that were refused because too many images waited.
+        num_waiting: images of waiting reservations.
     """
 
     def __init__(self, capacity: int, *, max_waiting: int) -> None:
@@ -149,94 +150,102 @@ class ImageMemory:
         self._kept = capacity // SMALL_SHARE
         self._used_small = 0
         self._used_large = 0
-        self._small: collections.deque[tuple[Claim, int]] = collections.deque()
-        self._large: collections.OrderedDict[bytes, collections.deque[tuple[Claim, int]]]
+        self._small: collections.deque[tuple[ImageReservation, int]] = collections.deque()
+        self._large: collections.OrderedDict[bytes, collections.deque[tuple[ImageReservation, int]]]
         self._large = collections.OrderedDict()
 
     @property
     def used(self) -> int:
-        """Bytes of all granted claims."""
+        """Bytes of all granted reservations."""
         return self._used_small + self._used_large
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest claim that can be granted."""
+        """Bytes of the largest reservation that can be granted."""
         return self.capacity - self._kept
 
-    def claim(self, num_bytes: int, *, tenant: bytes) -> Claim:
-        """Make a claim that is not granted yet. It must not exceed `largest`."""
+    def reservation(self, num_bytes: int, *, tenant: bytes) -> ImageReservation:
+        """Return a reservation that is not granted yet. It must not exceed `largest`."""
         assert 0 <= num_bytes <= self.largest
-        return Claim(num_bytes, tenant, is_small=num_bytes * SMALL_CLAIMS <= self._kept)
+        return ImageReservation(
+            num_bytes, tenant, is_small=num_bytes * SMALL_RESERVATIONS <= self._kept
+        )
 
-    def take_early(self, claim: Claim) -> bool:
-        """Grant a claim before all its files arrived, if half of the memory stays free.
+    def take_early(self, reservation: ImageReservation) -> bool:
+        """Grant a reservation before all its files arrived, if half of the memory stays free.
 
         So callers that never send the rest of their files block at most half of the memory.
         """
         waits = self._small or self._large
-        if waits or self.used + claim.num_bytes > self.capacity // 2 or not self._fits(claim):
+        if (
+            waits
+            or self.used + reservation.num_bytes > self.capacity // 2
+            or not self._fits(reservation)
+        ):
             return False
-        self._count(claim, claim.num_bytes)
+        self._count(reservation, reservation.num_bytes)
         return True
 
-    def wait(self, claim: Claim, *, num_images: int) -> bool:
-        """Append a claim to its lane; False if too many images wait already."""
+    def wait(self, reservation: ImageReservation, *, num_images: int) -> bool:
+        """Append a reservation to its lane; False if too many images wait already."""
         if self.num_waiting and self.num_waiting + num_images > self._max_waiting:
             self.num_refused += 1
             return False
         self.num_waiting += num_images
         lane = self._small
-        if not claim.is_small:
-            lane = self._large.setdefault(claim.tenant, collections.deque())
-        lane.append((claim, num_images))
+        if not reservation.is_small:
+            lane = self._large.setdefault(reservation.tenant, collections.deque())
+        lane.append((reservation, num_images))
         return True
 
-    def granted(self) -> list[Claim]:
-        """Grant and return the claims that fit now, in order; called after every change."""
+    def granted(self) -> list[ImageReservation]:
+        """Grant and return the reservations that fit now, in order; called after every change."""
         granted = []
         while self._large:
             tenant, lane = next(iter(self._large.items()))
             if not self._fits(lane[0][0]):
                 break
-            granted.append(self._leave(lane))
+            granted.append(self._grant_first(lane))
             del self._large[tenant]
-            if lane:  # one claim of each other tenant is next
+            if lane:  # one reservation of each other tenant is next
                 self._large[tenant] = lane
         while self._small and self._fits(self._small[0][0]):
-            granted.append(self._leave(self._small))
+            granted.append(self._grant_first(self._small))
         return granted
 
-    def give_up(self, claim: Claim) -> None:
-        """Remove a waiting claim from its lane."""
-        lane = self._small if claim.is_small else self._large[claim.tenant]
-        entry = next(entry for entry in lane if entry[0] is claim)
+    def cancel(self, reservation: ImageReservation) -> None:
+        """Remove a waiting reservation from its lane."""
+        lane = self._small if reservation.is_small else self._large[reservation.tenant]
+        entry = next(entry for entry in lane if entry[0] is reservation)
         lane.remove(entry)
         self.num_waiting -= entry[1]
-        if not claim.is_small and not lane:
-            del self._large[claim.tenant]
+        if not reservation.is_small and not lane:
+            del self._large[reservation.tenant]
 
-    def release(self, claim: Claim) -> None:
-        """Release a granted claim."""
-        self._count(claim, -claim.num_bytes)
+    def release(self, reservation: ImageReservation) -> None:
+        """Release a granted reservation."""
+        self._count(reservation, -reservation.num_bytes)
         assert self._used_small >= 0
         assert self._used_large >= 0
 
-    def _fits(self, claim: Claim) -> bool:
-        if not claim.is_small:
+    def _fits(self, reservation: ImageReservation) -> bool:
+        if not reservation.is_small:
             beyond = max(self._used_small - self._kept, 0)
-            return self._used_large + beyond + claim.num_bytes <= self.largest
+            return self._used_large + beyond + reservation.num_bytes <= self.largest
         if self._large:
-            return self._used_small + claim.num_bytes <= self._kept
-        return self.used + claim.num_bytes <= self.capacity
+            return self._used_small + reservation.num_bytes <= self._kept
+        return self.used + reservation.num_bytes <= self.capacity
 
-    def _leave(self, lane: collections.deque[tuple[Claim, int]]) -> Claim:
-        claim, num_images = lane.popleft()
+    def _grant_first(
+        self, lane: collections.deque[tuple[ImageReservation, int]]
+    ) -> ImageReservation:
+        reservation, num_images = lane.popleft()
         self.num_waiting -= num_images
-        self._count(claim, claim.num_bytes)
-        return claim
+        self._count(reservation, reservation.num_bytes)
+        return reservation
 
-    def _count(self, claim: Claim, num_bytes: int) -> None:
-        if claim.is_small:
+    def _count(self, reservation: ImageReservation, num_bytes: int) -> None:
+        if reservation.is_small:
             self._used_small += num_bytes
         else:
             self._used_large += num_bytes

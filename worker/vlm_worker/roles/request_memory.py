@@ -2,7 +2,7 @@
 
 with contextlib.closing(CallMemory(memory, tenant)) as call:
     call.received(n)                 count bytes, or OverloadedError
-    await call.claim_images(n, ...)  wait for the memory of all images, or OverloadedError
+    await call.reserve_images(n, ...)  wait for the memory of all images, or OverloadedError
     call.forget_file(n)              a file is decoded
 ... the end of the context frees the rest
 """
@@ -15,8 +15,8 @@ from typing import Final
 
 from vlm_worker.core.limits import fits
 from vlm_worker.core.request_memory import (
-    Claim,
     ImageMemory,
+    ImageReservation,
     MemoryBudget,
     MemoryKind,
     UploadMemory,
@@ -42,7 +42,7 @@ class RequestMemory:
         self.uploads = UploadMemory(budget.uploads)
         self.images = ImageMemory(budget.images, max_waiting=max_waiting)
         self.num_early_refusals = 0
-        self._waiters: dict[Claim, asyncio.Event] = {}
+        self._waiters: dict[ImageReservation, asyncio.Event] = {}
 
     @property
     def used(self) -> Mapping[MemoryKind, int]:
@@ -68,33 +68,33 @@ class RequestMemory:
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
 
-    async def wait(self, claim: Claim, *, num_images: int) -> None:
-        """Wait until a claim is granted.
+    async def wait(self, reservation: ImageReservation, *, num_images: int) -> None:
+        """Wait until a reservation is granted.
 
         Raises:
             OverloadedError: too many images wait already.
         """
-        if not self.images.wait(claim, num_images=num_images):
+        if not self.images.wait(reservation, num_images=num_images):
             raise OverloadedError(
                 f"{self.images.num_waiting} images wait for memory already",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        granted = self._waiters[claim] = asyncio.Event()
+        granted = self._waiters[reservation] = asyncio.Event()
         self.grant()
         try:
             await granted.wait()
         except asyncio.CancelledError:
-            if self._waiters.pop(claim, None) is None:  # granted, but the waiter is gone
-                self.images.release(claim)
+            if self._waiters.pop(reservation, None) is None:  # granted before the cancellation
+                self.images.release(reservation)
             else:
-                self.images.give_up(claim)
+                self.images.cancel(reservation)
             self.grant()
             raise
 
     def grant(self) -> None:
-        """Wake all waiters whose claim is granted. Called after every change."""
-        for claim in self.images.granted():
-            self._waiters.pop(claim).set()
+        """Grant the reservations that fit now and wake their waiters. Called after every change."""
+        for reservation in self.images.granted():
+            self._waiters.pop(reservation).set()
 
 
 class CallMemory:
@@ -102,12 +102,12 @@ class CallMemory:
         self._memory = memory
         self._tenant = tenant
         self._num_uploaded = 0
-        self._claim: Claim | None = None
+        self._reservation: ImageReservation | None = None
 
     @property
     def has_images(self) -> bool:
         """Whether the memory of its images is granted."""
-        return self._claim is not None
+        return self._reservation is not None
 
     def check_files(self, num_bytes: int) -> None:
         """Refuse files that do not fit now, before their upload; counts nothing.
@@ -142,22 +142,22 @@ class CallMemory:
         self._num_uploaded -= num_bytes
         self._memory.uploads.release(num_bytes)
 
-    def claim_early(self, num_bytes: int) -> None:
-        """Claim the memory of all images before all files have arrived, if much is free."""
-        claim = self._new_claim(num_bytes)
-        if self._memory.images.take_early(claim):
-            self._claim = claim
+    def reserve_early(self, num_bytes: int) -> None:
+        """Reserve the memory of all images before all files have arrived, if much is free."""
+        reservation = self._new_reservation(num_bytes)
+        if self._memory.images.take_early(reservation):
+            self._reservation = reservation
 
-    async def claim_images(self, num_bytes: int, *, num_images: int) -> None:
+    async def reserve_images(self, num_bytes: int, *, num_images: int) -> None:
         """Wait for the memory of all images, after all files have arrived.
 
         Raises:
             InvalidRequestError: the images exceed what one call may ever hold.
             OverloadedError: too many images wait already.
         """
-        claim = self._new_claim(num_bytes)
-        await self._memory.wait(claim, num_images=num_images)
-        self._claim = claim
+        reservation = self._new_reservation(num_bytes)
+        await self._memory.wait(reservation, num_images=num_images)
+        self._reservation = reservation
 
     @property
     def max_image_bytes(self) -> int:
@@ -171,7 +171,7 @@ class CallMemory:
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
 
-    def _new_claim(self, num_bytes: int) -> Claim:
+    def _new_reservation(self, num_bytes: int) -> ImageReservation:
         largest = self.max_image_bytes
         if num_bytes > largest:
             raise InvalidRequestError(
@@ -179,12 +179,12 @@ class CallMemory:
                 f"has {largest} for one request: send fewer or smaller images, or raise "
                 "--request-memory-bytes"
             )
-        return self._memory.images.claim(num_bytes, tenant=self._tenant)
+        return self._memory.images.reservation(num_bytes, tenant=self._tenant)
 
     def close(self) -> None:
         self._memory.uploads.release(self._num_uploaded)
         self._num_uploaded = 0
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            self._memory.images.release(claim)
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            self._memory.images.release(reservation)
             self._memory.grant()

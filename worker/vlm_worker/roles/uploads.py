@@ -104,14 +104,14 @@ class Uploads:
                 files.append(_File(item, data, specs[item], known))
                 del data, known  # `_one` has the last reference, and drops it after decoding
                 if not memory.has_images and sum(need) <= memory.max_image_bytes:
-                    memory.claim_early(sum(need))
+                    memory.reserve_early(sum(need))
                 if memory.has_images:
                     decode_all()
             if not memory.has_images:
                 known_images = await asyncio.gather(*(file.known for file in files))
                 unknown = [n for n, image in zip(need, known_images, strict=True) if image is None]
                 since = time.monotonic()
-                await memory.claim_images(sum(unknown), num_images=len(unknown))
+                await memory.reserve_images(sum(unknown), num_images=len(unknown))
                 waited = (since, time.monotonic())
             decode_all()
             prepared = await asyncio.gather(*decoding)
