@@ -188,8 +188,8 @@ async def continue_from(
 ) -> tuple[float, list[float]]:
     """The time of the Decode call, and of each token."""
     called = time.perf_counter()
-    room = await decode.reserve(ReserveCall(request.key, len(request.token_ids) + 1))
-    call = DecodeCall(request, room.reservation_id, kv, room.boot_id)
+    granted = await decode.reserve(ReserveCall(request.key, len(request.token_ids) + 1))
+    call = DecodeCall(request, granted.reservation_id, kv, granted.boot_id)
     times = []
     async with aclosing(decode.decode(call, timeout=TIMEOUT)) as replies:
         async for reply in replies:

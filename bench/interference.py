@@ -129,12 +129,12 @@ async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -
     sampling = SamplingParams(ANSWER_TOKENS, ignore_eos=True)
     key = RequestKey(f"text-{number}", 1)
     request = Request(key, tuple(map(int, words)), TEXT_TOKENS, sampling)
-    room = await decode.reserve(messages.ReserveCall(key, TEXT_TOKENS + 1))
+    granted = await decode.reserve(messages.ReserveCall(key, TEXT_TOKENS + 1))
     call = messages.PrefillCall(request, f"{key.request_id}.kv", ())
     replies = [reply.event async for reply in prefill.prefill(call, timeout=TIMEOUT)]
     (taken,) = [event for event in replies if isinstance(event, messages.Accepted)]
     kv = Source(prefill.address, taken.boot_id, taken.transfer_id, taken.layout_fingerprint)
-    decoding = messages.DecodeCall(request, room.reservation_id, kv, room.boot_id)
+    decoding = messages.DecodeCall(request, granted.reservation_id, kv, granted.boot_id)
     times: list[float] = []
     async with aclosing(decode.decode(decoding, timeout=TIMEOUT)) as answer:
         async for _ in answer:

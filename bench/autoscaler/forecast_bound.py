@@ -39,8 +39,8 @@ _AHEAD_SECONDS = 75.0  # of a start, the slow ones and a tick included
 _WAIT_SECONDS = 0.8  # that the 95th percentile of a queue may wait
 _STEP_SECONDS = 5.0
 _FULL = 0.95  # of KV, beyond which requests wait
-_SIGMAS = 2.0  # of the KV in use, for which there is room
-_RESERVED_SECONDS = 1.0  # that room is promised before the first token
+_SIGMAS = 2.0  # of the KV in use, for which capacity is kept
+_RESERVED_SECONDS = 1.0  # reservation of KV before the first token
 
 
 class Forecast(enum.Enum):
@@ -128,8 +128,8 @@ def _replicas(pool: PoolPolicy, hardware: Hardware, mix: Mix) -> int:
     load = _load(pool.role, hardware, mix)
     if pool.role is Role.DECODE:
         each = load / max(1e-9, mix.rate * _resident_seconds(hardware, mix))
-        room = (load + _SIGMAS * math.sqrt(1.5 * each * load)) / _FULL
-        count = math.ceil(max(load / pool.kv_occupancy, room) / hardware.kv_tokens)
+        need = (load + _SIGMAS * math.sqrt(1.5 * each * load)) / _FULL
+        count = math.ceil(max(load / pool.kv_occupancy, need) / hardware.kv_tokens)
     else:
         items = mix.rate * (mix.image_share if pool.role is Role.ENCODER else 1.0)
         seconds = load / items if items else 0.0

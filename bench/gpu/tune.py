@@ -82,7 +82,7 @@ def measure(
 def winners(
     found: Mapping[tuple[str, str], list[dict[str, float]]],
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """By kernel and shape: of the choices that every model had room for, the fastest in all."""
+    """By kernel and shape: the fastest in all, of the choices that fit for every model."""
     table: dict[str, dict[str, dict[str, int]]] = {}
     for (kernel, shape), runs in found.items():
         shared = set.intersection(*(set(took) for took in runs))
@@ -129,7 +129,7 @@ def product(bench: Bench, outputs: int, inputs: int) -> Callable[[], Any]:
 
 
 def tried(bench: Bench, trial: Trial) -> dict[str, float]:
-    """Seconds by configuration, as JSON; what the GPU has no room for is left out."""
+    """Seconds by configuration, as JSON; choices that exceed the GPU's memory are left out."""
     took = {}
     choices = itertools.product(*trial.grid.values())
     for values in itertools.islice(choices, 2 if bench.is_smoke else None):

@@ -112,7 +112,7 @@ def _in_panels(
     if not int8:
         return PackedWeights(_grouped(rows_RK), num_outputs, num_inputs, is_gated)
     if num_inputs > MAX_INPUTS:
-        raise ValueError(f"pack: {num_inputs} inputs, int8 has room for {MAX_INPUTS}")
+        raise ValueError(f"pack: {num_inputs} inputs, the limit of int8 is {MAX_INPUTS}")
     codes_RK, scales = quantise(rows_RK)
     return PackedWeights(
         _grouped(codes_RK.to(torch.int8)),

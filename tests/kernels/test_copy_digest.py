@@ -65,14 +65,16 @@ def test_all_is_copied_and_nothing_else_and_the_digest_is_xxh3(
     sources = [rng.integers(0, 256, start + size, np.uint8)[start:] for size, start, _ in parts]
     around = [np.full(start + size + 64, 7, np.uint8) for size, _, start in parts]
     targets = [
-        room[start : start + size] for room, (size, _, start) in zip(around, parts, strict=True)
+        buffer[start : start + size] for buffer, (size, _, start) in zip(around, parts, strict=True)
     ]
     digest = digest_of(copy, list(zip(sources, targets, strict=True)), head)
     assert digest == xxhash.xxh3_128_digest(head + b"".join(s.tobytes() for s in sources))
-    for room, target, source, (size, _, start) in zip(around, targets, sources, parts, strict=True):
+    for buffer, target, source, (size, _, start) in zip(
+        around, targets, sources, parts, strict=True
+    ):
         assert np.array_equal(target, source)
-        assert (room[:start] == 7).all()
-        assert (room[start + size :] == 7).all()
+        assert (buffer[:start] == 7).all()
+        assert (buffer[start + size :] == 7).all()
 
 
 def test_the_digest_is_of_what_was_written_though_the_source_changes_meanwhile(copy: Any) -> None:

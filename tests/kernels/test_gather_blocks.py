@@ -39,8 +39,8 @@ def test_blocks_are_gathered_into_memory_that_is_given(cache: torch.Tensor) -> N
 def test_the_memory_of_blocks_is_the_cache_itself(cache: torch.Tensor) -> None:
     other = torch.zeros_like(cache)
     ids = np.array([5, 0, 6], np.int64)
-    for room, block in zip(block_memory(other, ids), gather_blocks(cache, ids), strict=True):
-        room[:] = block.tobytes()
+    for buffer, block in zip(block_memory(other, ids), gather_blocks(cache, ids), strict=True):
+        buffer[:] = block.tobytes()
     want = torch.zeros_like(cache)
     scatter_blocks(want, ids, gather_blocks(cache, ids))
     assert torch.equal(other.view(torch.uint8), want.view(torch.uint8))

@@ -221,7 +221,11 @@ def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
             capacity_tokens=largest,
         )
     free = [c for c in large if c.kv_free_tokens >= demand.num_tokens]
-    reason = f"room for {demand.num_tokens} tokens" if free else "no pod has room, the least loaded"
+    reason = (
+        f"free KV blocks for {demand.num_tokens} tokens"
+        if free
+        else "no pod has enough free KV blocks, the least loaded"
+    )
     return Choice(min(free or large, key=_decode_order), reason, last_resort)
 
 

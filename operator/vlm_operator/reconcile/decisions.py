@@ -265,7 +265,7 @@ def _next_step(
     tight = [role for role, limits in limits_by_role.items() if limits.none]
     if step.done or not tight:
         return step
-    reason = f"{step.waiting}; spec.budget has no room for one more {tight[0]} pod"
+    reason = f"{step.waiting}; spec.budget does not allow one more {tight[0]} pod"
     return dataclasses.replace(step, waiting=reason, over_budget=True)
 
 

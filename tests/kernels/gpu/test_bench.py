@@ -87,7 +87,7 @@ def test_a_shape_of_several_models_is_won_by_what_takes_least_in_all(
     found = {
         ("paged_attention", "d128/m16"): [
             {small: 1.0, large: 1.5, huge: 1.2},
-            {small: 400.0, large: 100.0},  # the third has no room
+            {small: 400.0, large: 100.0},  # the third does not fit
         ]
     }
     assert load("tune").winners(found) == {"paged_attention": {"d128/m16": {"TILE_N": 64}}}

@@ -253,7 +253,7 @@ def test_without_a_node_for_a_new_pod_an_old_one_is_drained_first(
     assert (least < size) is goes_on
     if goes_on:
         assert least == size - 1, "one, and no more until its successor has come"
-        # the room that it left is its successor's
+        # its successor gets the devices that it released
         world.homeless = False
         world.until(lambda: world.condition("RolloutProgressing")["reason"] == "Complete")
 

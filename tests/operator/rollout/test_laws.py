@@ -39,7 +39,7 @@ def fleets(draw: st.DrawFn, *, together: bool | None = None) -> Fleet:
     return fleet
 
 
-def has_room(fleet: Fleet) -> bool:
+def has_capacity(fleet: Fleet) -> bool:
     """Whether every pool can hold an old pod and a new one at once."""
     return all(
         not fleet.whole(role) or fleet.whole(role) + fleet.limits_by_role[role].surge >= 2
@@ -121,7 +121,7 @@ def test_no_step_takes_a_pod_with_traffic_below_what_must_be_available(
 @given(fleets(), st.data())
 @settings(max_examples=120, deadline=None)
 def test_whatever_has_traffic_can_serve_every_stage(fleet: Fleet, data: st.DataObject):
-    assume(has_room(fleet))
+    assume(has_capacity(fleet))
 
     def check(step: Step) -> None:
         for compat in fleet.fronted():
@@ -144,7 +144,7 @@ def test_a_third_revision_amid_a_rollout_ends_as_well(fleet: Fleet, data: st.Dat
     }
 
     def check(step: Step) -> None:
-        if has_room(fleet):
+        if has_capacity(fleet):
             assert fleet.fronted()
 
     run(fleet, data, check)

@@ -215,8 +215,8 @@ class Simulation:
             "capacity",
         ):
             assert np.array_equal(getattr(kept, name), getattr(rows, name)), name
-        has_room = kept.num_computed < kept.capacity
-        assert np.array_equal(kept.slots[has_room], rows.slots[has_room])
+        has_slots = kept.num_computed < kept.capacity
+        assert np.array_equal(kept.slots[has_slots], rows.slots[has_slots])
         width = rows.block_table.shape[1]
         assert np.array_equal(kept.block_table[:, :width], rows.block_table)
         assert not kept.block_table[:, width:].any()

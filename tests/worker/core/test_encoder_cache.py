@@ -69,9 +69,9 @@ class Model:
             self.forget(known)
         elif known.filled:
             self.use(known, now)
-            self.make_room(now)
+            self.evict_excess(now)
 
-    def make_room(self, now: float) -> None:
+    def evict_excess(self, now: float) -> None:
         if self.size(cold=False) <= HOT:
             return
         self.expire(now)
@@ -144,9 +144,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.use(known, self.now)
         known.pins.add(self.owners)
         self.pins.append((known, self.owners))
-        if known.cold:  # only what comes up takes room
+        if known.cold:  # only uploaded entries take memory
             known.cold = False
-            self.model.make_room(self.now)
+            self.model.evict_excess(self.now)
 
     @precondition(lambda self: self.filling)
     @rule(num_bytes=st.integers(1, 150))
@@ -157,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.use(known, self.now)
         if not known.pins and self.model.listed.get(known.entry.image_key) is not known:
             known.num_bytes = 0  # nobody waits for it any more
-        self.model.make_room(self.now)
+        self.model.evict_excess(self.now)
 
     @precondition(lambda self: self.filling)
     @rule()

@@ -39,8 +39,8 @@ async def lent(engine: Engine, request: Request) -> list[memoryview]:
 
 
 def fill(memory: list[memoryview], blocks: list[bytes]) -> None:
-    for room, block in zip(memory, blocks, strict=True):
-        room[:] = block
+    for buffer, block in zip(memory, blocks, strict=True):
+        buffer[:] = block
 
 
 async def test_what_is_written_in_its_place_is_decoded_as_if_computed_here(start: Any) -> None:
@@ -48,7 +48,7 @@ async def test_what_is_written_in_its_place_is_decoded_as_if_computed_here(start
     request = text(length=22)
     blocks, first = await blocks_of(here, request)
     memory = await lent(there, request)
-    assert [room.nbytes for room in memory] == [BLOCK_BYTES] * 6
+    assert [buffer.nbytes for buffer in memory] == [BLOCK_BYTES] * 6
     await asyncio.to_thread(fill, memory, blocks)
     await there.confirm_blocks(request.key, 0, 4)
     await there.confirm_blocks(request.key, 4, 2)

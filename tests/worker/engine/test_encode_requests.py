@@ -86,7 +86,7 @@ async def test_a_cached_image_stays_until_it_is_unpinned(start: Any, end: str) -
     await engine.cancel(key("a"))
     known = (prepared_image(1).image_key, prepared_image(1).num_tokens)
     assert await engine.pin_cached(key("b"), *known)
-    for name in ("c", "d"):  # one at a time is all that the cache has room for
+    for name in ("c", "d"):  # the cache has memory for one at a time
         await events(engine.encode(key(name), [prepared_image(2)]))
         await engine.cancel(key(name))
     assert engine.stats().num_pinned_embeddings == 1

@@ -103,11 +103,11 @@ def test_blocks_that_others_had_meanwhile_count_for_nothing_though_they_came_bac
 
 
 def test_blocks_that_lie_elsewhere_are_copied_into_the_room() -> None:
-    runner, room = ChecksumRunner(), memoryview(bytearray(2 * 4 * 8))
+    runner, buffer = ChecksumRunner(), memoryview(bytearray(2 * 4 * 8))
     runner.lends_memory = False
     readable_blocks = ReadableBlocks(runner)
     readable_blocks.publish(KEY, [3, 4])
-    assert readable_blocks.read(KEY, 0, 2, room) is room
+    assert readable_blocks.read(KEY, 0, 2, buffer) is buffer
 
 
 def test_what_was_withdrawn_is_not_ready_until_it_is_shown_again() -> None:

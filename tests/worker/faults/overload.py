@@ -1,7 +1,7 @@
 """Ten times what a service can do, in an open loop: who is served, who is refused, and how fast.
 
 One prefill and one decode process with steps of a set length, so that the capacity is known; KV for
-a few dozen requests, and room for a few that wait. The rest is told at once when to come back.
+a few dozen requests, and a few that wait. The rest is refused at once, with Retry-After.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_TOKENS = 16
 # so many answers are computed in a second
 CAPACITY = NUM_RUNNING / (NUM_TOKENS * STEP_SECONDS)
 MAX_WAITING = 16
-# of a worker: it holds no more prompts than its KV has room for
+# of a worker: it holds no more prompts than its KV blocks allow
 MAX_QUEUED = 64
 CANCEL_SHARE = 0.02
 SAMPLE_SECONDS = 0.25
@@ -148,7 +148,7 @@ async def client(service: Cluster, number: int, leaves_after: float | None) -> O
 
 
 async def sample(service: Cluster, queues: list[tuple[int, int]]) -> None:
-    """How long queues are: the longest of a worker, and who waits for room at the gateway."""
+    """How long queues are: the longest of a worker, and of the gateway for KV blocks."""
     while True:
         reports = await service.reports("now")
         workers = [r["waiting"] for name, r in reports.items() if name != "gateway"]

@@ -1,4 +1,4 @@
-"""Pods that die, drain or have no room: the answer goes on identically, or ends in one error."""
+"""Pods that die, drain or are full: the answer goes on identically, or ends in one error."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ async def test_a_request_that_may_not_wait_gets_a_retry_time(tmp_path: Any) -> N
 
 
 async def fill(worker: Worker) -> list[RequestKey]:
-    """Reserve all the room there is, so that not even a short prompt fits."""
+    """Reserve all free KV blocks, so that not even a short prompt fits."""
     keys: list[RequestKey] = []
     size = 4000
     while size > 4:

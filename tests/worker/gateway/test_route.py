@@ -141,8 +141,8 @@ def test_a_pod_that_failed_is_tried_again_only_where_there_is_no_other() -> None
 
 
 def test_decode_goes_where_the_prompt_fits() -> None:
-    pods = [prefill(), decode("full", kv_free_tokens=50), decode("roomy", num_inflight=9)]
-    assert names(choose(pods, TEXT))[2] == "roomy"
+    pods = [prefill(), decode("full", kv_free_tokens=50), decode("free", num_inflight=9)]
+    assert names(choose(pods, TEXT))[2] == "free"
 
 
 def test_a_prompt_that_fits_nowhere_is_told_so_with_the_size() -> None:

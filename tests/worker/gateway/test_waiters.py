@@ -17,7 +17,7 @@ class Pods:
     free: int = 0
     num_asked: int = 0
 
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         self.num_asked += 1
         return self.free > 0
 
@@ -39,7 +39,7 @@ async def test_as_many_are_woken_as_find_room_in_the_order_in_which_they_came() 
     waiters, pods, served = Waiters(), Pods(), []
 
     async def request(number: int) -> int:
-        assert await waiters.wait_until(pods.has_room, timeout=60, group="encoder")
+        assert await waiters.wait_until(pods.has_capacity, timeout=60, group="encoder")
         pods.free -= 1
         served.append(number)
         return number
@@ -65,9 +65,9 @@ async def test_as_many_are_woken_as_find_room_in_the_order_in_which_they_came() 
 async def test_waiters_with_other_conditions_are_evaluated_separately() -> None:
     waiters, none, some = Waiters(), Pods(), Pods()
     tasks = [
-        asyncio.create_task(waiters.wait_until(none.has_room, timeout=60, group="encoder")),
-        asyncio.create_task(waiters.wait_until(some.has_room, timeout=60, group="prefill")),
-        asyncio.create_task(waiters.wait_until(some.has_room, timeout=60)),
+        asyncio.create_task(waiters.wait_until(none.has_capacity, timeout=60, group="encoder")),
+        asyncio.create_task(waiters.wait_until(some.has_capacity, timeout=60, group="prefill")),
+        asyncio.create_task(waiters.wait_until(some.has_capacity, timeout=60)),
     ]
     await asyncio.sleep(0)
     some.free = 2
@@ -85,12 +85,12 @@ async def test_a_change_while_others_are_woken_is_not_lost() -> None:
     waiters, first, second = Waiters(), Pods(free=0), Pods(free=0)
 
     async def request() -> None:
-        assert await waiters.wait_until(first.has_room, timeout=60, group="a")
+        assert await waiters.wait_until(first.has_capacity, timeout=60, group="a")
         second.free = 1
         waiters.notify()
 
     tasks = [
-        asyncio.create_task(waiters.wait_until(second.has_room, timeout=60, group="b")),
+        asyncio.create_task(waiters.wait_until(second.has_capacity, timeout=60, group="b")),
         asyncio.create_task(request()),
     ]
     await asyncio.sleep(0)
@@ -107,7 +107,7 @@ async def test_a_waiter_whose_condition_stays_false_times_out() -> None:
 async def test_load_reports_evaluate_no_condition() -> None:
     async with stack(*COLOCATED) as served:
         registry, pods = served.gateway.context.registry, Pods()
-        task = asyncio.create_task(registry.waiters.wait_until(pods.has_room, timeout=60))
+        task = asyncio.create_task(registry.waiters.wait_until(pods.has_capacity, timeout=60))
         await asyncio.sleep(0)
         (peer,) = registry.peers.values()
         before = peer.load

@@ -149,7 +149,7 @@ class Stages:
         return first + rest, reason is FinishReason.DRAINED
 
     async def _reserve(self, request: Request) -> None:
-        """Hold room for what is known and one token, as the gateway does, once there is."""
+        """Reserve KV for the known tokens and one more, as the gateway does, once it is free."""
         while True:
             try:
                 return await self._decode.reserve(request.key, len(request.token_ids) + 1)

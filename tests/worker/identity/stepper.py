@@ -57,7 +57,7 @@ class Stepper:
         max_tokens: int,
         embeddings: Sequence[Any] | None = None,
     ) -> StepSequence:
-        """A sequence with room for the answer; its images are encoded in one call."""
+        """A sequence with KV blocks for the answer; its images are encoded in one call."""
         if embeddings is None:
             embeddings = self._runner.encode(question.prepared_images)
         errors = [e for e in embeddings if isinstance(e, Exception)]

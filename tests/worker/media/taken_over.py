@@ -31,7 +31,7 @@ def main() -> None:
     if only_limits:
         decode_child.allow_only_what_decoding_needs = lambda: "switched off"  # type: ignore[attr-defined]
     said = {"filter": decode_child.confine() or "in force"}
-    os.close(1)  # makes room under the limit of open files
+    os.close(1)  # one fewer, under the limit of open files
     for name, attempt in attempts(directory).items():
         said[name] = outcome(attempt)
     os.write(report, json.dumps(said).encode())

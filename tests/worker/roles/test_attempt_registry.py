@@ -175,10 +175,10 @@ def test_what_two_keep_is_kept_until_both_are_done() -> None:
 
 def test_what_is_claimed_is_not_freed_and_not_claimed_again() -> None:
     table = Table()
-    table.handle().offer("room", None)
-    assert not table.handle(RequestKey("r-2", 1)).take_over("room")
-    assert table.handle().take_over("room")
-    assert not table.handle().take_over("room")
+    table.handle().offer("reservation", None)
+    assert not table.handle(RequestKey("r-2", 1)).take_over("reservation")
+    assert table.handle().take_over("reservation")
+    assert not table.handle().take_over("reservation")
     table.now = 100.0
     table.attempts.sweep()
     assert table.freed == []
@@ -186,9 +186,9 @@ def test_what_is_claimed_is_not_freed_and_not_claimed_again() -> None:
 
 def test_an_expired_reservation_cannot_be_claimed() -> None:
     table = Table()
-    table.handle().offer("room", None)
+    table.handle().offer("reservation", None)
     table.now = 11.0
-    assert not table.handle().take_over("room")
+    assert not table.handle().take_over("reservation")
 
 
 async def test_a_cancel_during_a_read_is_quarantined_until_the_read_ends() -> None:
@@ -263,7 +263,7 @@ async def read_all(outgoing: Producer, transport: Exposing) -> None:
     assert len([frame async for frame in frames]) == 3, "where, what, and the end"
 
 
-@pytest.mark.parametrize("proof", ["release", "claim"])
+@pytest.mark.parametrize("proof", ["release", "take over"])
 async def test_exposed_memory_is_free_when_its_reader_is_proven_to_have_stopped(proof: str) -> None:
     table, transport = Table(), Exposing()
     await read_all(table.offer(), transport)
@@ -319,11 +319,11 @@ def test_an_expired_lease_is_told_with_its_id_kind_owner_and_cause(
 ) -> None:
     """In the text itself: not every log shows fields."""
     table = Table()
-    table.handle().offer("room-1", None)
+    table.handle().offer("reservation-1", None)
     table.now = 11.0
     table.attempts.sweep()
     (record,) = caplog.records
-    for part in ("room-1", "reserved", KEY.request_id, "attempt 1", "it was not renewed"):
+    for part in ("reservation-1", "reserved", KEY.request_id, "attempt 1", "it was not renewed"):
         assert part in record.getMessage()
     assert "it was not renewed" in record.cause  # type: ignore[attr-defined]
 

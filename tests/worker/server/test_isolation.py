@@ -94,8 +94,8 @@ async def decoded(
     two: Pair, request: Request, accepted: Accepted, reservation: Reservation | None = None
 ) -> None:
     """A decode that names KV of a prefill; raises what it ends with."""
-    room = reservation or await reserved(two, request)
-    call = DecodeCall(request, room.reservation_id, two.source(accepted), room.boot_id)
+    granted = reservation or await reserved(two, request)
+    call = DecodeCall(request, granted.reservation_id, two.source(accepted), granted.boot_id)
     async for reply in two.decode.client.decode(call, timeout=TIMEOUT):
         assert not isinstance(reply.event, Tokens), "KV of another request was used"
 

@@ -115,7 +115,7 @@ async def test_a_consumer_that_gives_up_while_prefill_computes_leaves_nothing_th
 
 
 async def test_a_call_that_comes_while_the_one_before_is_given_up_goes_on() -> None:
-    """The same attempt may ask again after a refusal for want of room."""
+    """The same attempt may ask again after a refusal for lack of free KV blocks."""
     async with serving("prefill", TENTH) as p:
         context, begun = p.components.context, asyncio.Event()
         p.runner.gate.clear()

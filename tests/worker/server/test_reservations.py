@@ -1,4 +1,4 @@
-"""Room on a decode worker is nobody's alone: a host that takes all it can leaves some."""
+"""KV blocks of a decode worker are shared: a host that takes all it can leaves some to others."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Consumer:
         num_units: int = NUM_UNITS,
     ) -> bytes:
         """All units, in memory of our own."""
-        room = np.empty((num_units - first_unit) * UNIT, np.uint8)
+        buffer = np.empty((num_units - first_unit) * UNIT, np.uint8)
         transport = self.transport
         reader = FrameReader(
             dataclasses.replace(IDENTITY, key=key, pod_uid=None),
@@ -110,7 +110,7 @@ class Consumer:
             first_unit=first_unit,
             end_unit=num_units,
             open_memory=lambda _, opening, size: transport.view(opening, size),
-            into=DestinationBuffers([room.data]),
+            into=DestinationBuffers([buffer.data]),
         )
         call = FetchCall(
             IDENTITY.name,
@@ -128,7 +128,7 @@ class Consumer:
             async for _ in units:
                 pass
         assert reader.commit is not None
-        return room.tobytes()
+        return buffer.tobytes()
 
 
 @contextlib.asynccontextmanager

@@ -37,19 +37,19 @@ SMALL_STREAM = b"".join(
 
 async def fetched_at_once(link: DataConnectionPool) -> bytes:
     """SMALL, whose units might lie in shared memory."""
-    room = bytearray(len(SMALL.data))
+    buffer = bytearray(len(SMALL.data))
     reader = FrameReader(
         dataclasses.replace(SMALL.identity, pod_uid=None),
         unit_bytes=SMALL.unit_bytes,
         first_unit=0,
         end_unit=SMALL.end_unit,
-        into=DestinationBuffers([memoryview(room)]),
+        into=DestinationBuffers([memoryview(buffer)]),
     )
     call = dataclasses.replace(call_of(SMALL), transport="shared-memory/3", invitation=b"domain")
     async with aclosing(link.units(Fetch.EMBEDDING, call, reader)) as units:
         async for _ in units:
             pass
-    return bytes(room)
+    return bytes(buffer)
 
 
 async def test_a_short_answer_takes_no_thread_and_its_connection_is_used_again(

@@ -63,10 +63,10 @@ def transfer(producer: SharedMemory, consumer: SharedMemory, data: bytes) -> Vie
 
 
 def taken(view: View, position: int, num_bytes: int) -> bytes:
-    room = bytearray(num_bytes)
-    digest = view.read(position, HostRegions([memoryview(room)]), head=b"head")
-    assert digest == xxhash.xxh3_128_digest(b"head" + room)
-    return bytes(room)
+    buffer = bytearray(num_bytes)
+    digest = view.read(position, HostRegions([memoryview(buffer)]), head=b"head")
+    assert digest == xxhash.xxh3_128_digest(b"head" + buffer)
+    return bytes(buffer)
 
 
 def segment(directory: Path) -> Path:
@@ -92,30 +92,30 @@ def test_a_mapping_stays_while_anything_that_was_made_of_it_is_used(
     mapper: Mapper, file: int, directory: Path
 ) -> None:
     mapping = mapper.map(file, SIZE, is_written=True)
-    room = mapping.bytes.data[100:200]
+    buffer = mapping.bytes.data[100:200]
     del mapping
     assert num_mapped(directory) == 1
-    room[:] = b"x" * 100
+    buffer[:] = b"x" * 100
     assert os.pread(file, 100, 100) == b"x" * 100
-    del room
+    del buffer
     assert num_mapped(directory) == 0
 
 
 def test_a_mapping_that_lost_a_page_is_void_for_good(mapper: Mapper, file: int) -> None:
     library = native.path()
     assert library is not None
-    copier, room = Copier(library), memoryview(bytearray(SIZE))
+    copier, buffer = Copier(library), memoryview(bytearray(SIZE))
     mapping = mapper.map(file, SIZE, is_written=False)
     os.ftruncate(file, 5000)
-    copier.copy([mapping.bytes.data[:5000]], [room[:5000]], head=b"")
+    copier.copy([mapping.bytes.data[:5000]], [buffer[:5000]], head=b"")
     assert mapping.is_whole
-    copier.copy([mapping.bytes.data], [room], head=b"")
+    copier.copy([mapping.bytes.data], [buffer], head=b"")
     assert not mapping.is_whole
     os.ftruncate(file, SIZE)
-    copier.copy([mapping.bytes.data], [room], head=b"")
+    copier.copy([mapping.bytes.data], [buffer], head=b"")
     assert not mapping.is_whole
     again = mapper.map(file, SIZE, is_written=False)
-    copier.copy([again.bytes.data], [room], head=b"")
+    copier.copy([again.bytes.data], [buffer], head=b"")
     assert again.is_whole
 
 
@@ -151,10 +151,10 @@ def test_what_is_made_in_its_room_is_read_by_the_consumer(mapper: Mapper, direct
     assert exposed(producer, consumer, 100).buffer(0, 10) is None, "a new file has no pages yet"
     transfer(producer, consumer, b"a" * SIZE).close()
     exposure = exposed(producer, consumer)
-    room = exposure.buffer(10_000, 10_000)
-    assert room is not None
-    room[:] = b"b" * 10_000
-    assert exposure.write(10_000, HostRegions([room])) == NOTHING
+    buffer = exposure.buffer(10_000, 10_000)
+    assert buffer is not None
+    buffer[:] = b"b" * 10_000
+    assert exposure.write(10_000, HostRegions([buffer])) == NOTHING
     view = consumer.view(exposure.opening, SIZE)
     assert taken(view, 9_999, 10_001) == b"a" + b"b" * 10_000
     view.close()
@@ -168,21 +168,21 @@ def test_a_room_that_is_still_written_to_never_reaches_another_transfer(
     producer, consumer = shared(directory), shared(directory)
     transfer(producer, consumer, b"a" * SIZE).close()
     given_up = exposed(producer, consumer)
-    room = given_up.buffer(0, SIZE)
-    assert room is not None
-    np.frombuffer(room, np.uint8)[:] = 1
+    buffer = given_up.buffer(0, SIZE)
+    assert buffer is not None
+    np.frombuffer(buffer, np.uint8)[:] = 1
     given_up.close()
     assert given_up.buffer(0, SIZE) is None
     transfer(producer, consumer, b"b" * SIZE).close()
     exposure = exposed(producer, consumer)
     view = consumer.view(exposure.opening, SIZE)
-    room[:] = b"x" * SIZE
+    buffer[:] = b"x" * SIZE
     assert taken(view, 0, SIZE) == b"b" * SIZE
     view.close()
     exposure.close()
     producer.close()
     consumer.close()
-    del room
+    del buffer
     assert num_mapped(directory) == 0
 
 

@@ -137,7 +137,7 @@ def test_what_is_no_file_of_ours_is_not_followed(directory: Path) -> None:
         transport.view(opening, Path("/etc/passwd").stat().st_size)
 
 
-@pytest.mark.parametrize("what", ["no file", "no room"])
+@pytest.mark.parametrize("what", ["no file", "no space"])
 def test_without_memory_on_the_machine_the_transport_steps_aside(
     directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -33,10 +33,10 @@ class ProducerSide:
             IDENTITY, unit_bytes=UNIT, max_units=num_units, export=self._export, timers=timers
         )
 
-    def _export(self, first: int, count: int, room: memoryview) -> memoryview:
+    def _export(self, first: int, count: int, buffer: memoryview) -> memoryview:
         self.exported.append(first)
-        room[:] = b"".join(bytes([unit % 256]) * UNIT for unit in range(first, first + count))
-        return room
+        buffer[:] = b"".join(bytes([unit % 256]) * UNIT for unit in range(first, first + count))
+        return buffer
 
     def finish(self, reason: FinishReason | None = None) -> None:
         self.producer.finish(Commit(self.num_units, 4 * self.num_units, 5, reason))
@@ -182,7 +182,7 @@ async def test_a_piece_is_exported_when_the_one_before_has_been_taken(
     async with aclosing(join_frames(producer.producer.frame_batches(KEY, first_unit=0))) as frames:
         for exported in ([0], [0, 2], [0, 2, 4], [0, 2, 4, 6]):
             await anext(frames)
-            assert producer.exported == exported, "its room is the next one's"
+            assert producer.exported == exported, "its buffer is the next one's"
     assert producer.producer.num_readers == 0
     assert await received(producer.pull()) == list(range(8))
 

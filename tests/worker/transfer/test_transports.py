@@ -60,24 +60,24 @@ def shared(directory: Path, *, native_library: str | None = None) -> SharedMemor
 
 
 class ProducerSide:
-    """A transfer of DATA, or of others as long; made where there is room for them, or not."""
+    """A transfer of DATA, or of others as long; exported into a transport's buffer, or not."""
 
     def __init__(
-        self, transport: Transport, data: bytes = DATA, *, uses_room: bool = False
+        self, transport: Transport, data: bytes = DATA, *, uses_buffer: bool = False
     ) -> None:
         self.transport = transport
         self.data = data
-        self.uses_room = uses_room
+        self.uses_buffer = uses_buffer
         self.producer = Producer(
             IDENTITY, unit_bytes=UNIT, max_units=NUM_UNITS, export=self._export
         )
 
-    def _export(self, first: int, count: int, room: memoryview) -> memoryview:
+    def _export(self, first: int, count: int, buffer: memoryview) -> memoryview:
         units = memoryview(self.data)[first * UNIT : (first + count) * UNIT]
-        if not self.uses_room:
+        if not self.uses_buffer:
             return units
-        room[:] = units
-        return room
+        buffer[:] = units
+        return buffer
 
     def pull(self, consumer: Transport, *, first_unit: int = 0) -> Pull:
         reader = FrameReader(
@@ -125,13 +125,13 @@ async def test_sent_units_arrive_and_everything_is_freed(make: Make, first_unit:
         transport.close()
 
 
-@pytest.mark.parametrize("uses_room", [False, True])
+@pytest.mark.parametrize("uses_buffer", [False, True])
 async def test_transfers_through_memory_that_was_used_before_arrive_as_well(
-    make: Make, uses_room: bool
+    make: Make, uses_buffer: bool
 ) -> None:
     ours, theirs = make(), make()
     for first_unit in (1, 1, 0, 3):
-        producer = ProducerSide(ours, secrets.token_bytes(len(DATA)), uses_room=uses_room)
+        producer = ProducerSide(ours, secrets.token_bytes(len(DATA)), uses_buffer=uses_buffer)
         producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
         pull = producer.pull(theirs, first_unit=first_unit)
         assert await received(pull) == producer.data[first_unit * UNIT :]

@@ -117,8 +117,8 @@ class Pools:
         layout = ChecksumRunner(2).kv_layout
         assert layout is not None
 
-        def export(first: int, count: int, room: memoryview) -> memoryview:
-            return prefill.readable_blocks.copy(request.key, first, count, room)
+        def export(first: int, count: int, buffer: memoryview) -> memoryview:
+            return prefill.readable_blocks.copy(request.key, first, count, buffer)
 
         return Producer(
             TransferId(request.key, "t", b"b" * 16, layout.fingerprint, "pod"),

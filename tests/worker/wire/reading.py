@@ -15,8 +15,8 @@ def read(reader: FrameReader, frame: bytes, *, in_parts: bool) -> Units | None:
         raise CorruptTransferError("no head", refusal=Refusal.SIZE)
     view = memoryview(frame)
     payload = view[HEADER_BYTES:]
-    for room in reader.begin(view[:HEADER_BYTES], payload.nbytes):
-        room[:], payload = payload[: room.nbytes], payload[room.nbytes :]
-        reader.update(room[: room.nbytes // 3])
-        reader.update(room[room.nbytes // 3 :])
+    for buffer in reader.begin(view[:HEADER_BYTES], payload.nbytes):
+        buffer[:], payload = payload[: buffer.nbytes], payload[buffer.nbytes :]
+        reader.update(buffer[: buffer.nbytes // 3])
+        reader.update(buffer[buffer.nbytes // 3 :])
     return reader.end()

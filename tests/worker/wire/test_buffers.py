@@ -60,6 +60,6 @@ def test_a_cut_has_all_bytes_in_runs_of_the_sizes_that_were_asked_for(
 
 
 def test_memory_that_may_not_be_written_is_not(copier: Copier) -> None:
-    room = memoryview(bytes(1000))
+    buffer = memoryview(bytes(1000))
     with pytest.raises((AssertionError, ValueError)):
-        copier.copy([memoryview(bytes(1000)[::-1])], [room], head=b"")
+        copier.copy([memoryview(bytes(1000)[::-1])], [buffer], head=b"")

@@ -41,9 +41,9 @@ ROW_BYTES = 8192
 def pieces_of(num_bytes: int, exported: list[int], *, opening: bool = False) -> ChunkFramer:
     writer = FrameWriter(IDENTITY, unit_bytes=ROW_BYTES, max_bytes=MAX_LARGE_BYTES)
 
-    def export(first: int, count: int, room: memoryview) -> memoryview:
+    def export(first: int, count: int, buffer: memoryview) -> memoryview:
         exported.append(first)
-        return room
+        return buffer
 
     return ChunkFramer(
         export,
@@ -93,11 +93,11 @@ def test_blocks_that_are_gone_by_the_end_of_their_copy_are_in_no_frame(is_placed
         if first >= 4:
             raise GoneError("they are another's")
 
-    def export(first: int, count: int, room: memoryview) -> LiveRegions:
+    def export(first: int, count: int, buffer: memoryview) -> LiveRegions:
         parts = [memoryview(block) for block in blocks[first : first + count]]
         return LiveRegions(HostRegions(parts), lambda: check(first))
 
-    def room(position: int, size: int) -> memoryview | None:
+    def buffer(position: int, size: int) -> memoryview | None:
         return memoryview(memory)[position : position + size] if is_placed else None
 
     def place(position: int, source: Regions) -> memoryview:
@@ -112,7 +112,7 @@ def test_blocks_that_are_gone_by_the_end_of_their_copy_are_in_no_frame(is_placed
         write_at=place if is_placed else None,
     )
     pieces = ChunkFramer(
-        export, writer, unit_bytes=ROW_BYTES, first_unit=0, chunk_bytes=2 * ROW_BYTES, buffer=room
+        export, writer, unit_bytes=ROW_BYTES, first_unit=0, chunk_bytes=2 * ROW_BYTES, buffer=buffer
     )
     reader = FrameReader(
         IDENTITY,
@@ -140,9 +140,9 @@ def test_blocks_that_are_gone_by_the_end_of_their_copy_are_in_no_frame(is_placed
 
 
 def read(reader: FrameReader, frame: Frame) -> Units | None:
-    for room in reader.begin(memoryview(frame.head), frame.payload.nbytes):
-        room[:] = frame.payload
-        reader.update(room)
+    for buffer in reader.begin(memoryview(frame.head), frame.payload.nbytes):
+        buffer[:] = frame.payload
+        reader.update(buffer)
     return reader.end()
 
 

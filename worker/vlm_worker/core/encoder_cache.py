@@ -189,7 +189,7 @@ class EncoderCache:
         self.hot.add(entry)
         if not entry.pins:
             self._settle(entry, now)
-        self._make_room(now)
+        self._evict_excess(now)
 
     def fail(self, entry: Entry) -> None:
         """Discard an entry that will never be filled; the next lookup misses."""
@@ -220,7 +220,7 @@ class EncoderCache:
         over = self.hot.num_bytes > self.hot.max_bytes
         assert not (over and self.hot.idle), "E6: idle entries exceed the hot tier's budget"
 
-    def _make_room(self, now: float) -> None:
+    def _evict_excess(self, now: float) -> None:
         hot, cold = self.hot, self.cold
         if hot.num_bytes <= hot.max_bytes:
             return
@@ -267,7 +267,7 @@ class EncoderCache:
         entry.tier, entry.buffer = Tier.HOT, embedding
         self.hot.add(entry)
         self.num_promotions += 1
-        self._make_room(now)
+        self._evict_excess(now)
         return True
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class EncoderCache:
         elif entry.ready:
             entry.expires = now + self._ttl_seconds
             self.hot.idle[entry] = None
-            self._make_room(now)
+            self._evict_excess(now)
 
     def _discard(self, entry: Entry) -> None:
         """Hide an entry from lookups; it is dropped at once, or with its last pin."""

@@ -109,7 +109,7 @@ class BodyBuffer:
         if self._large is None and end <= UNPACED_BYTES:
             self._small += chunk
         else:
-            self._room(end)[self._length : end] = chunk
+            self._reserve(end)[self._length : end] = chunk
         self._length = end
 
     def whole(self) -> BodyBytes:
@@ -120,7 +120,7 @@ class BodyBuffer:
             self._large.resize(self._length)
         return self._large
 
-    def _room(self, end: int) -> mmap.mmap:
+    def _reserve(self, end: int) -> mmap.mmap:
         if self._large is None:
             self._large = private_memory(max(self._announced, 2 * end))
             self._large[: self._length] = bytes(self._small)

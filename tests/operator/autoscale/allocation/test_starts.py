@@ -140,7 +140,7 @@ def test_a_pod_without_a_node_holds_no_place_of_the_minimum_against_a_type_that_
 
 
 def test_what_takes_the_place_of_pods_without_a_node_never_grows_and_shrinks_in_turn():
-    """The budget has room for one more beside the pod that waits, and for two without it."""
+    """The budget allows one more pod beside the pending one, and two without it."""
     world = min_of_two(Budget(None, 5.0))
     first = world.tick([need(2.9)], seconds=0.0)[DECODE]
     again = world.tick([need(2.9)], seconds=0.0)[DECODE]

@@ -133,7 +133,7 @@ def of_worker(error: worker_errors.WorkerError, request_id: str) -> ApiError:
             return invalid(str(error), param=error.param, code=error.code or "invalid_request")
         case worker_errors.OverloadedError():
             return overloaded(
-                "The service has no room for this request now.",
+                "The service has no capacity for this request now.",
                 retry_after_seconds=error.retry_after_seconds,
             )
         case (

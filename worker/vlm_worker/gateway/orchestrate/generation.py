@@ -101,7 +101,7 @@ class Generation:
             try:
                 return await attempt.run()
             except OverloadedError as error:
-                await self._make_room(error, attempt, deadline)
+                await self._wait_for_capacity(error, attempt, deadline)
             except _RETRYABLE as error:
                 went_on = len(self.delivered.token_ids) > num_delivered
                 self._retry(error, attempt, number, went_on=went_on)
@@ -112,7 +112,9 @@ class Generation:
         demand = self._prepared.demand(len(self.delivered.token_ids))
         return choose(self._registry.candidates(), demand, failed=frozenset(self._failed))
 
-    async def _make_room(self, error: OverloadedError, attempt: Attempt, deadline: float) -> None:
+    async def _wait_for_capacity(
+        self, error: OverloadedError, attempt: Attempt, deadline: float
+    ) -> None:
         """Continue if pods that have not rejected the request exist; else wait and retry."""
         self._failed |= attempt.pods.failed_boot_ids
         if self._has_other_pods():
