@@ -12,7 +12,7 @@ from worker.server.pairs import IMAGES, TENTH, about, encoding, until
 from worker.server.serving import serving
 
 from vlm_worker.errors import IncompatibleError
-from vlm_worker.roles.embedding_fetch import EmbeddingFetcher
+from vlm_worker.roles.prefill import EmbeddingFetcher
 from vlm_worker.wire.messages import PrefillCall
 
 MAX_TURNS = 4
