@@ -37,8 +37,8 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=31_850, single_importers=36, short_files=16),
-    "operator": Count(lines=35_750, single_importers=42, short_files=29),
+    "worker": Count(lines=31_850, single_importers=35, short_files=16),
+    "operator": Count(lines=35_500, single_importers=40, short_files=28),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 

@@ -67,6 +67,10 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: value
 
 
+def _first(value: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return value
+
+
 def _empty_need(*_args: Any) -> Any:
     need = importlib.import_module("vlm_operator.autoscale.size").SignalNeed
     return need("overrun", 0.0, 0.0, bottleneck_only=True)
