@@ -179,6 +179,23 @@ def test_a_refused_affinity_names_its_field_and_corrected_is_as_if_never_wrong(l
     assert plain("wrong") == plain("right")
 
 
+def test_an_unknown_field_of_a_pod_template_is_refused_before_pods_change(live: Live):
+    manifest = body(name="unknown", decode=pool(podTemplate={"spec": {"runtimeClas": "nvidia"}}))
+    manifest["metadata"]["namespace"] = "live"
+    live.apply(manifest)
+
+    def refused() -> bool:
+        conditions = live.get("vlm", "unknown").get("status", {}).get("conditions", [])
+        accepted = next((item for item in conditions if item["type"] == "Accepted"), {})
+        return (
+            accepted.get("reason") == "PodTemplateRefused" and "runtimeClas" in accepted["message"]
+        )
+
+    live.until(refused, seconds=5)
+    assert live.items("pods", "unknown") == []
+    live.kubectl("-n", "live", "delete", "vlm", "unknown")
+
+
 @pytest.mark.parametrize("cascade", ["background", "foreground"])
 def test_deletion_ends_clean(live: Live, cascade: str):
     live.apply(service(cascade))

@@ -14,6 +14,41 @@ from support.world import body, external, pool
 pytestmark = pytest.mark.cluster
 
 TICK_SECONDS = 5.0  # in which each service has a turn without an event
+TEMPLATE = {
+    "metadata": {"labels": {"team": "vision"}, "annotations": {"example.com/note": "x"}},
+    "spec": {
+        "serviceAccountName": "reader",
+        "shareProcessNamespace": True,
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one"}],
+        "topologySpreadConstraints": [
+            {"topologyKey": "zone", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}
+        ],
+        "initContainers": [
+            {"name": "first", "image": "tools:1"},
+            {"name": "side", "image": "tools:1", "restartPolicy": "Always"},
+        ],
+        "containers": [
+            {
+                "name": "worker",
+                "resources": {"claims": [{"name": "gpu"}]},
+                "env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+                "lifecycle": {"preStop": {"sleep": {"seconds": 1}}},
+            },
+            {
+                "name": "other",
+                "image": "tools:1",
+                "ports": [{"containerPort": 8081}],
+                "readinessProbe": {"httpGet": {"path": "/", "port": 8081}},
+                "resources": {"limits": {"cpu": "1", "memory": "64Mi"}},
+            },
+        ],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
+            {"name": "any", "projected": {"sources": [{"configMap": {"name": "c"}}]}},
+        ],
+    },
+}
 AUTO = {"scaling": {"mode": "Auto", "minReplicas": 1, "maxReplicas": 4}}
 
 
@@ -30,8 +65,29 @@ def test_an_idle_operator_writes_nothing(live: Live, rounds: int):
     apply(live, "idle", pool(2), pods=3)
     apply(live, "follows", external(1, 4), pods=2)
     apply(live, "sizes", AUTO, pods=2)
+    live.kubectl("-n", "live", "create", "serviceaccount", "reader", check=False)
+    apply(live, "overlaid", pool(2, podTemplate=TEMPLATE), pods=3)
     settled(live)
     writes_nothing(live, rounds=rounds)
+
+
+def test_a_pod_template_reaches_the_pods_as_it_is_rendered(live: Live):
+    """What the API server adds to the user's parts is no difference: see the test above."""
+    (pod, *_) = [
+        item
+        for item in live.items("pods", "overlaid")
+        if item["metadata"]["labels"]["triptych.dev/role"] == "decode"
+    ]
+    assert pod["metadata"]["labels"]["team"] == "vision"
+    spec = pod["spec"]
+    assert spec["serviceAccountName"] == "reader"
+    assert [item["name"] for item in spec["initContainers"]] == ["first", "side"]
+    worker, other = spec["containers"]
+    assert (worker["name"], other["name"]) == ("worker", "other")
+    assert worker["resources"]["claims"] == [{"name": "gpu"}]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in worker["volumeMounts"]
+    (spread,) = spec["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"]["triptych.dev/role"] == "decode"
 
 
 def test_a_vlmpool_that_was_deleted_is_back_with_its_status(live: Live):
