@@ -109,7 +109,7 @@ def check_pod_template(template: PodTemplate, role: Role, *, path: str) -> None:
     for name, fix in _owned_in_pod(role).items():
         if name in spec:
             raise SpecError(f"{path}.{name}", f"is set by the operator: {fix}")
-    for volume in spec.get("volumes", ()):
+    for volume in spec.get("volumes") or ():
         if volume["name"].startswith(OWNED_VOLUME_PREFIX):
             raise SpecError(
                 f"{path}.volumes[{volume['name']}]",
@@ -162,14 +162,14 @@ def _check_own_container(container: Mapping[str, Any], role: Role, path: str) ->
     for name, fix in _owned_in_container(role).items():
         if name in container:
             raise SpecError(f"{path}.{name}", f"is set by the operator: {fix}")
-    if set(container.get("resources") or {}) - {"claims"}:
+    if set(_object(container, "resources", path)) - {"claims"}:
         fix = "gateway.resources" if role is Role.GATEWAY else "resources of a variant"
         raise SpecError(f"{path}.resources", f"may only name claims: set {fix} for the others")
-    for variable in container.get("env", ()):
+    for variable in container.get("env") or ():
         name = variable["name"]
         if name in OWNED_ENV or name.startswith(OWNED_ENV_PREFIX):
             raise SpecError(f"{path}.env[{name}]", "is set by the operator: remove it")
-    for mount in container.get("volumeMounts", ()):
+    for mount in container.get("volumeMounts") or ():
         where = mount["mountPath"]
         if any(where == own or where.startswith(f"{own}/") for own in OWNED_MOUNTS):
             raise SpecError(
@@ -180,14 +180,21 @@ def _check_own_container(container: Mapping[str, Any], role: Role, path: str) ->
 
 def _check_devices(container: Mapping[str, Any], path: str) -> None:
     """Refuse accelerators of other containers: budgets count those of the worker only."""
-    resources = container.get("resources") or {}
+    resources = _object(container, "resources", path)
     for side in ("requests", "limits"):
-        for name in resources.get(side) or {}:
+        for name in _object(resources, side, f"{path}.resources"):
             if is_accelerator(name):
                 raise SpecError(
                     f"{path}.resources.{side}[{name}]",
                     "only the worker may have devices: set resources of a variant",
                 )
+
+
+def _object(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+    value = parent.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise SpecError(f"{path}.{name}", "must be an object")
+    return value or {}
 
 
 def _check_shape(spec: Mapping[str, Any], path: str) -> None:
@@ -202,7 +209,8 @@ def _check_shape(spec: Mapping[str, Any], path: str) -> None:
             continue
         seen = set()
         for index, item in enumerate(value):
-            if not isinstance(item, dict) or not item.get(key):
+            kind = int if key == "containerPort" else str
+            if not isinstance(item, dict) or not isinstance(item.get(key), kind) or not item[key]:
                 raise SpecError(f"{where}[{index}]", f"must be an object with {key}")
             if item[key] in seen:
                 raise SpecError(f"{where}[{index}]", f"two items have the {key} {item[key]}")

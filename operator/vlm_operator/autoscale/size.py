@@ -11,8 +11,8 @@ all                overrun            ready units + one replica, if the pool is 
 
 units        what the pool may grow to: the largest signal. A signal whose use is below the upper
              band asks for at most the present units.
-least_units  what the pool may shrink to: the largest signal, by the lower band and with headroom for
-             random variation
+least_units  what the pool may shrink to: the largest signal, by the lower band and with headroom
+             for random variation
 bottleneck   a signal is above its band, or the pool's share of an overrun is bottleneck_share
 
 Pods of unknown load count as fully used. Each pool is sized alone, so that pools behind each other

@@ -43,7 +43,8 @@ def _merged(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]
         if value is None:
             merged.pop(name, None)
         elif isinstance(value, dict):
-            merged[name] = _merged(base.get(name) or {}, value)
+            present = base.get(name)
+            merged[name] = _merged(present if isinstance(present, dict) else {}, value)
         elif isinstance(value, list) and name in LIST_KEYS:
             merged[name] = _merged_list(base.get(name) or [], value, LIST_KEYS[name])
         else:

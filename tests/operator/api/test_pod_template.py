@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from support.world import body, pool, service
+from support.world import body, empty, pool, service
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.errors import SpecError
+from vlm_operator.reconcile.decisions import Options, plan_turn
 
 WORKER, GATEWAY = "spec.pools.decode.podTemplate", "spec.gateway.podTemplate"
 
@@ -127,6 +131,31 @@ def test_the_gateway_has_the_same_rules(spec: dict[str, Any], path: str, message
         service(of_gateway(spec))
     assert str(caught.value).startswith(f"{GATEWAY}{path}: ")
     assert message in str(caught.value)
+
+
+_CONTAINER = ["name", "worker", "env", "volumeMounts", "mountPath", "resources", "limits", "ports"]
+_SECURITY = ["securityContext", "capabilities", "drop"]
+_NAMES = st.sampled_from(["containers", "initContainers", "volumes", *_CONTAINER, *_SECURITY])
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 3) | _NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(_NAMES, _ANY, max_size=4), _ANY)
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_written_is_refused_with_a_path_or_merged(spec: dict[str, Any], inner: Any):
+    """The API server checks types only after the merge, in a dry run."""
+    for tried in (spec, {"containers": [{"name": "worker", "resources": inner, "env": inner}]}):
+        try:
+            found = service(of_decode(tried))
+        except SpecError as error:
+            path = str(error)
+        else:
+            path = f"{WORKER}.spec"
+            plan_turn(found, empty(), Memory(), options=Options())
+        assert path.startswith(f"{WORKER}.spec")
 
 
 def test_everything_else_is_accepted():
