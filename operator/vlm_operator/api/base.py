@@ -242,7 +242,7 @@ LABEL_KEY = f"^({DNS_SUBDOMAIN}/)?{_QUALIFIED}$"
 # The API server converts an annotation's key to lower case before it validates it.
 ANNOTATION_KEY = f"^([A-Za-z0-9]+((-+|[.])[A-Za-z0-9]+)*/)?{_QUALIFIED}$"
 LABEL_VALUE = f"^({_QUALIFIED})?$"
-_IMAGE = (
+IMAGE_NAME = (
     r"^(([-A-Za-z0-9.]+|\[[0-9a-f:]+\])(:[0-9]+)?/)?[a-z0-9]+(([.]|_{1,2}|-+|/)[a-z0-9]+)*"
     "(:[A-Za-z0-9_][-A-Za-z0-9_.]{0,127})?"
     "(@(sha256:[0-9a-f]{64}|sha384:[0-9a-f]{96}|sha512:[0-9a-f]{128}))?$"
@@ -251,10 +251,10 @@ VariantName = Annotated[str, Field(max_length=names.MAX_VARIANT_NAME, pattern=_D
 ObjectName = Annotated[str, Field(max_length=253, pattern=f"^{DNS_SUBDOMAIN}$")]
 ImageName = Annotated[
     str,
-    Field(min_length=1, max_length=512, pattern=_IMAGE),
+    Field(min_length=1, max_length=512, pattern=IMAGE_NAME),
     shaped(
         "image-name",
-        _IMAGE,
+        IMAGE_NAME,
         "is no image: write [REGISTRY/]REPOSITORY:TAG or @sha256: and 64 hexadecimal digits, the "
         "repository in lower case",
     ),

@@ -6,7 +6,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from vlm_operator.api.base import DNS_SUBDOMAIN, Model, NameRef, Restarts, Rule, field, not_built
+from vlm_operator.api.base import (
+    DNS_SUBDOMAIN,
+    IMAGE_NAME,
+    Model,
+    NameRef,
+    Restarts,
+    Rule,
+    field,
+    not_built,
+)
 from vlm_operator.api.enums import DType, KvDType, OnCorrupt, OnOversize
 
 ModelUri = Annotated[str, Field(min_length=1, max_length=512)]
@@ -63,7 +72,8 @@ class ModelSource(Model):
     uri: ModelUri = field(
         ...,
         "Where the weights are: pvc://CLAIM[/PATH] (a claim of the same namespace, mounted "
-        "read-only) or hf://ORG/NAME (downloaded by each pod).",
+        "read-only), hf://ORG/NAME (downloaded by each pod) or oci://IMAGE[#DIRECTORY] (an image "
+        "volume: each node pulls it once; Kubernetes 1.35, or the feature gate ImageVolume).",
         example="pvc://shapes",
         restarts=Restarts.PODS,
     )
@@ -112,6 +122,16 @@ class ModelSource(Model):
         unset="64 where no prefill or decode variant asks for an accelerator, else 16",
         restarts=Restarts.PODS,
     )
+    start_timeout_seconds: int | None = field(
+        None,
+        "Time that a pod has to download and load the model and to warm up, in seconds. Then it "
+        "restarts.",
+        example=7200,
+        unset="1800",
+        restarts=Restarts.PODS,
+        ge=60,
+        le=86400,
+    )
     limits: Limits = field(
         Limits(), "Limits of one request. A change restarts nothing.", restarts=Restarts.NONE
     )
@@ -125,24 +145,28 @@ class ModelSource(Model):
     rules: ClassVar[tuple[Rule, ...]] = (
         not_built(
             "uri-remote",
-            "!self.uri.startsWith('oci://') && !self.uri.startsWith('s3://')",
-            "oci:// and s3:// model sources",
+            "!self.uri.startsWith('s3://')",
+            "s3:// model sources",
             at=".uri",
-            instead="use pvc://CLAIM[/PATH] or hf://ORG/NAME",
+            instead="use pvc://CLAIM[/PATH], hf://ORG/NAME or oci://IMAGE",
         ),
         Rule(
             name="uri-form",
-            holds="self.uri.startsWith('oci://') || self.uri.startsWith('s3://') || "
+            holds="self.uri.startsWith('s3://') || "
+            "(self.uri.startsWith('oci://') && "
+            f"self.uri.substring(6).split('#')[0].matches(r'{IMAGE_NAME}') && "
+            "self.uri.matches('^[^#]+(#[-A-Za-z0-9._]+(/[-A-Za-z0-9._]+)*)?$')) || "
             f"(self.uri.matches('^pvc://{DNS_SUBDOMAIN}(/[-A-Za-z0-9._]+)*/?$') && "
             "self.uri.split('/')[2].size() < 254) || "
             "self.uri.matches('^hf://[-A-Za-z0-9._]+/[-A-Za-z0-9._]+$')",
-            message="must be pvc://CLAIM[/PATH] or hf://ORG/NAME",
-            says="'must be pvc://CLAIM[/PATH] or hf://ORG/NAME, not ' + self.uri",
+            message="must be pvc://CLAIM[/PATH], hf://ORG/NAME or oci://IMAGE[#DIRECTORY]",
+            says="'must be pvc://CLAIM[/PATH], hf://ORG/NAME or oci://IMAGE[#DIRECTORY], not ' + "
+            "self.uri",
             at=".uri",
         ),
         Rule(
             name="uri-path",
-            holds="!self.uri.split('/').exists(part, part == '..' || part == '.')",
+            holds="!self.uri.replace('#', '/').split('/').exists(p, p == '..' || p == '.')",
             message="a path in a model uri has no . or .. parts",
             at=".uri",
         ),

@@ -67,14 +67,16 @@ async def apply_plan(
 
 
 async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None:
-    """Dry-run an object; returns the API server's refusal of its fields, None if there is none.
+    """Dry-run a Deployment; returns why its pod template cannot be used, None if it can.
+
+    The API server refuses it, or drops a part whose feature gate is off.
 
     Raises:
         UnavailableError: the API server is unreachable.
         NamespaceEndsError: the namespace is being deleted.
     """
     try:
-        await cluster.apply(manifest, manager=names.MANAGER, dry_run=True)
+        answer = await cluster.apply(manifest, manager=names.MANAGER, dry_run=True)
     except NamespaceEndsError:
         raise
     except UnavailableError as error:
@@ -84,6 +86,22 @@ async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None
         raise
     except ClusterError as error:
         return error if error.status in (400, 422) else None
+    lost = dropped(manifest, answer)
+    if lost is None:
+        return None
+    return ClusterError(422, "Dropped", f"{lost}: the API server drops it, it lacks this feature")
+
+
+def dropped(manifest: Manifest, answer: Manifest) -> str | None:
+    """Return the path of the first volume or claim of a pod template that the answer lacks."""
+    for field in ("volumes", "resourceClaims"):
+        wanted, kept = (
+            [item["name"] for item in one["spec"]["template"]["spec"].get(field, ())]
+            for one in (manifest, answer)
+        )
+        lost = next((name for name in wanted if name not in kept), None)
+        if lost is not None:
+            return f"spec.template.spec.{field}[{lost}]"
     return None
 
 

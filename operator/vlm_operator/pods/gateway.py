@@ -62,7 +62,7 @@ def gateway_template(service: VLMService, revision: Revision) -> Part:
             {"name": "http", "containerPort": names.PORT_GATEWAY, "protocol": "TCP"},
             {"name": "admin", "containerPort": names.PORT_GATEWAY_ADMIN, "protocol": "TCP"},
         ],
-        **probes({"httpGet": {"path": "/readyz", "port": "http"}}, port="http"),
+        **probes(service, {"httpGet": {"path": "/readyz", "port": "http"}}, port="http"),
         "resources": gateway.resources.to_dict(),
         "securityContext": container_security(),
         "volumeMounts": mounts,

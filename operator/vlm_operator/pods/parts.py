@@ -1,7 +1,7 @@
 """Builds the parts of every pod: labels, security context, environment, probes, model mount.
 
-A pod mounts its model read-only from a PersistentVolumeClaim (`pvc://`), or downloads it into an
-emptyDir (`hf://`). The scheme decides the `--model` argument and one volume.
+A pod mounts its model read-only from a PersistentVolumeClaim (`pvc://`) or an image (`oci://`), or
+downloads it into an emptyDir (`hf://`). The scheme decides the `--model` argument and one volume.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vlm_operator.state import Revision
 MODEL_PATH = "/models/model"
 CACHE_PATH = "/models/cache"
 GRACE_SECONDS = 30  # added to the drain timeout, for the process to exit
-START_SECONDS = 1800  # limit for download and load of the weights and for warm-up
+START_SECONDS = 1800  # model.startTimeoutSeconds if unset
 Part = dict[str, Any]
 
 
@@ -107,6 +107,13 @@ def model_mount(service: VLMService) -> ModelMount:
                 "persistentVolumeClaim": {"claimName": claim, "readOnly": True},
             },
         )
+    if scheme == "oci":
+        reference, _, path = rest.partition("#")
+        return ModelMount(
+            args=(f"--model={'/'.join(filter(None, (MODEL_PATH, path)))}", *revision),
+            mount={"name": "triptych-model", "mountPath": MODEL_PATH, "readOnly": True},
+            volume={"name": "triptych-model", "image": {"reference": reference}},
+        )
     secret = model.credentials_secret_ref
     token: Part = {"name": "HF_TOKEN"}
     if secret is not None:
@@ -119,18 +126,18 @@ def model_mount(service: VLMService) -> ModelMount:
     )
 
 
-def probes(readiness: Part, *, port: str) -> Part:
+def probes(service: VLMService, readiness: Part, *, port: str) -> Part:
     """Return the probes of a container; `readiness` is the handler of startup and readiness.
 
-    The startup probe allows `START_SECONDS` to load the weights. The readiness probe runs every
-    second, so that a service is Ready within a second of its last pod.
+    The startup probe allows `model.startTimeoutSeconds` to load the weights. The readiness probe
+    runs every second, so that a service is Ready within a second of its last pod.
     """
     return {
         "startupProbe": {
             **readiness,
             "periodSeconds": 1,
             "timeoutSeconds": 2,
-            "failureThreshold": START_SECONDS,
+            "failureThreshold": service.spec.model.start_timeout_seconds or START_SECONDS,
         },
         "readinessProbe": {
             **readiness,

@@ -27,6 +27,11 @@ from vlm_operator.state.deployments import ANNOTATION_APPLIED
 from vlm_operator.status.causes import sentence
 from vlm_operator.status.inputs import ConditionReason, Failure
 
+NO_IMAGE_VOLUMES = "the API server has no image volumes, which oci:// needs"
+FIX_IMAGE_VOLUMES = (
+    "use Kubernetes 1.35, enable the feature gate ImageVolume, or put the model into a claim"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionResult:
@@ -201,6 +206,8 @@ async def _refused_template(
             field = f"spec.pools.{role}.variants[{variant}]" if variant else f"spec.{role}"
             cause = f"{field}: {error.message.replace('; ', ', ')}"
             message = sentence(cause, "correct that field")
+            if turn_plan.service.spec.model.uri.startswith("oci://") and error.reason == "Dropped":
+                message = sentence(f"spec.model.uri: {NO_IMAGE_VOLUMES}", FIX_IMAGE_VOLUMES)
             failure = Failure(ConditionReason.TEMPLATE_REFUSED, message, accepted=False)
             retries.failed(label, manifest, failure, backoff=TEMPLATE, now=observed.now)
             return failure

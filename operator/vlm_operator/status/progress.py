@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping
 
 from vlm_operator.cluster import epoch_seconds
+from vlm_operator.pods.parts import START_SECONDS
 from vlm_operator.state import Manifest
 from vlm_operator.status.inputs import StatusInputs
 
-START_SECONDS = 1800.0  # start limit until a start was measured
 MIN_START_SECONDS = 600.0
 
 
@@ -78,9 +78,10 @@ def deadline_seconds(view: StatusInputs) -> float:
     """Return the seconds without progress after which a user must act.
 
     While a model loads, its start limit applies if it is longer. The limit is twice the measured
-    start time, but at least `MIN_START_SECONDS`; without a measured start, `START_SECONDS`. A
-    deadline below `MIN_START_SECONDS` is never extended.
+    start time, but at least `MIN_START_SECONDS`; without a measured start, it is
+    `model.startTimeoutSeconds`. A deadline below `MIN_START_SECONDS` is never extended.
     """
+    unmeasured = float(view.service.spec.model.start_timeout_seconds or START_SECONDS)
     deadline = float(view.service.spec.rollout.progress_deadline_seconds)
     loading = [
         pod
@@ -96,9 +97,7 @@ def deadline_seconds(view: StatusInputs) -> float:
         for variant in pool.variants
     }
     limits = [measured.get((pod.role, pod.variant)) for pod in loading]
-    starts = (
-        START_SECONDS if item is None else max(MIN_START_SECONDS, 2 * item) for item in limits
-    )
+    starts = (unmeasured if item is None else max(MIN_START_SECONDS, 2 * item) for item in limits)
     return max(deadline, *starts)
 
 

@@ -179,6 +179,21 @@ def test_a_refused_affinity_names_its_field_and_corrected_is_as_if_never_wrong(l
     assert plain("wrong") == plain("right")
 
 
+def test_a_cluster_without_image_volumes_refuses_an_oci_model_with_the_reason(live: Live):
+    """Kubernetes 1.34 has them behind a feature gate, which is off here."""
+    manifest = body(
+        {"model": {"uri": "oci://registry.example.com/m:1"}}, name="image", decode=pool()
+    )
+    manifest["metadata"]["namespace"] = "live"
+    live.apply(manifest)
+    live.until(lambda: live.condition("image", "Accepted").get("status") == "False", seconds=5)
+    accepted = live.condition("image", "Accepted")
+    assert accepted["reason"] == "PodTemplateRefused"
+    assert "image volumes" in accepted["message"]
+    assert "ImageVolume" in accepted["message"]
+    live.kubectl("-n", "live", "delete", "vlm", "image")
+
+
 def test_an_unknown_field_of_a_pod_template_is_refused_before_pods_change(live: Live):
     manifest = body(name="unknown", decode=pool(podTemplate={"spec": {"runtimeClas": "nvidia"}}))
     manifest["metadata"]["namespace"] = "live"

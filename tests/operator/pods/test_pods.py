@@ -140,6 +140,15 @@ def test_models_come_from_a_claim_or_into_a_cache():
         "claimName": "weights",
         "readOnly": True,
     }
+    image = templates(body({"model": {"uri": "oci://r.example.com/m:1#qwen/7b"}}, decode=pool()))
+    for role, container in (("decode", "worker"), ("gateway", "gateway")):
+        spec = image[role]["spec"]
+        assert spec["containers"][0]["name"] == container
+        assert "--model=/models/model/qwen/7b" in spec["containers"][0]["args"]
+        assert spec["volumes"][1] == {
+            "name": "triptych-model",
+            "image": {"reference": "r.example.com/m:1"},
+        }
     model = {"uri": "hf://org/name", "revision": "abc", "credentialsSecretRef": {"name": "hub"}}
     hub = templates(body({"model": model}, decode=pool()))["decode"]["spec"]["containers"][0]
     assert hub["args"][1:5] == [
@@ -173,3 +182,11 @@ def test_a_gateway_prefers_nodes_without_gpus_unless_its_user_wrote_an_affinity(
     own = {"podAntiAffinity": {}}
     placed = templates(body({"gateway": {"placement": {"affinity": own}}}, decode=pool()))
     assert placed["gateway"]["spec"]["affinity"] == own
+
+
+@pytest.mark.parametrize(("seconds", "failures"), [(None, 1800), (7200, 7200)])
+def test_a_start_may_take_as_long_as_the_model_says(seconds: int | None, failures: int):
+    model = {"uri": "pvc://weights"} | ({"startTimeoutSeconds": seconds} if seconds else {})
+    for template in templates(body({"model": model}, decode=pool())).values():
+        probe = template["spec"]["containers"][0]["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == failures
