@@ -60,8 +60,9 @@ class Service:
                 f"--name: {self.name!r} is no name; write at most {names.MAX_SERVICE_NAME} "
                 "lower-case letters, digits and -, and a letter first"
             )
-        if not self.uri.startswith(("pvc://", "hf://")):
-            raise PlanError(f"--uri: {self.uri!r} is neither pvc://CLAIM[/PATH] nor hf://ORG/NAME")
+        if not self.uri.startswith(("pvc://", "hf://", "oci://")):
+            forms = "pvc://CLAIM[/PATH], hf://ORG/NAME or oci://IMAGE"
+            raise PlanError(f"--uri: {self.uri!r} is no {forms}")
         if self.uri.startswith("hf://") and self.revision is None:
             raise PlanError(f"--revision: is required for {self.uri}: write the commit to serve")
 

@@ -195,7 +195,7 @@ async def test_a_field_of_a_config_is_named_with_its_file(tmp_path: Path, config
         ({"device": ["tpu=h100"]}, "there is no VLMNodeClass 'tpu', but h100, l40s"),
         ({"name": "7b"}, "--name: '7b' is no name; write at most"),
         ({"name": "a" * 60}, "is no name"),
-        ({"uri": "s3://a/b"}, "--uri: 's3://a/b' is neither pvc://CLAIM"),
+        ({"uri": "s3://a/b"}, "--uri: 's3://a/b' is no pvc://CLAIM"),
         ({"uri": "hf://a/b"}, "--revision: is required for hf://a/b"),
         ({"write": Path("x.yaml")}, "there is no manifest without a load"),
     ],
