@@ -5,7 +5,6 @@ VLMService, NodeClassState ─▶ ServicePolicy        Observed ─▶ View
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from vlm_operator import names
@@ -138,28 +137,23 @@ def _inline(service: VLMService, role: Role, pool: Pool) -> bool:
     if role is Role.ENCODER or encoder is None:
         return False
     zero = encoder.scaling.scale_to_zero
-    lends = pool.encode_inline
-    return lends and (zero is None or zero.while_at_zero is WhileAtZero.INLINE_AT_PREFILL)
+    allowed = zero is None or zero.while_at_zero is WhileAtZero.INLINE_AT_PREFILL
+    return pool.encode_inline and allowed
 
 
 def _variant(role: Role, variant: Variant, classes: Mapping[str, NodeClassState]) -> VariantPolicy:
     reference = variant.node_class_ref
     known = None if reference is None else classes.get(reference.name)
-    plain = VariantPolicy(
+    return VariantPolicy(
         name=variant.name,
+        cost_per_hour=known.cost_per_hour if known else None,
         accelerators=variant.accelerators(known.accelerator if known else None),
+        speed=known.speed.get(role, 1.0) if known else 1.0,
+        spot=known.spot if known else False,
         preference=variant.preference,
         max_replicas=variant.max_replicas,
+        startup_seconds=known.startup_seconds if known else None,
         node_class=None if reference is None else reference.name,
-    )
-    if known is None:
-        return plain
-    return dataclasses.replace(
-        plain,
-        cost_per_hour=known.cost_per_hour,
-        speed=known.speed.get(role, 1.0),
-        spot=known.spot,
-        startup_seconds=known.startup_seconds,
     )
 
 
@@ -209,23 +203,21 @@ def _pool_view(
     rolling: bool,
 ) -> PoolView:
     own = [item for item in deployments if item.role is role]
-    newest = [item for item in own if (role, item.revision) in current]
-    older = [item for item in own if (role, item.revision) not in current]
+    asked = [item for item in own if (role, item.revision) in current]
+    # until a rollout has moved replicas, older revisions have them all
+    if not any(item.desired for item in asked):
+        asked = [item for item in own if (role, item.revision) not in current]
+    live: dict[str, int] = {}
+    for item in asked:
+        live[item.variant] = live.get(item.variant, 0) + item.desired
     manifest = observed.child(names.KIND_POOL, names.child(service.name, role))
     return PoolView(
         replicas=observed.pool_replicas(service.name, role),
         owner=pool_owner(manifest),
-        live=_asked(newest) if any(item.desired for item in newest) else _asked(older),
+        live=live,
         pods=tuple(_pod(pod) for pod in observed.of(role)),
         rolling=rolling,
     )
-
-
-def _asked(deployments: Iterable[DeploymentState]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for item in deployments:
-        found[item.variant] = found.get(item.variant, 0) + item.desired
-    return found
 
 
 def _pod(pod: PodState) -> PodView:

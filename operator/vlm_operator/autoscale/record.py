@@ -101,7 +101,7 @@ def load_record(line: str) -> Record:
 
 
 def read_log(lines: Iterable[str]) -> Iterator[tuple[int, Record | RecordError]]:
-    """Yield every record of a log with the number of its last line, counted from 1.
+    """Yield the records of a log, each with the number of its last line (from 1).
 
     Other lines may separate the parts of one record. A line that is not a record yields a
     `RecordError` with the cause.
