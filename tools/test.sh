@@ -40,7 +40,7 @@ beside=$!
 set +m
 suite worker    tests/worker tests/examples
 suite operator  tests/operator tests/helm "${COMPUTING[@]/#/--ignore=}"
-suite contracts tests/contracts tests/bench tests/monitoring
+suite contracts tests/contracts tests/bench tests/monitoring tests/gitops
 suite e2e       e2e
 wait
 cat "$results/output"

@@ -1,0 +1,2 @@
+obj.spec.stopped = nil
+return obj

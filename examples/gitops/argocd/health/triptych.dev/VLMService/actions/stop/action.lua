@@ -1,0 +1,2 @@
+obj.spec.stopped = true
+return obj
