@@ -56,8 +56,8 @@ def test_each_testdata_is_a_case_and_its_name_is_the_status(kind: Path):
 
 @pytest.mark.parametrize("path", phases.MAKERS)
 def test_testdata_is_what_the_operator_writes(path: str):
-    """If a condition changed, `python tests/gitops/phases.py` writes the testdata again."""
-    assert (FOLDER / path).read_text() == phases.testdata(path)
+    again = "PYTHONPATH=operator:tests/operator .venv/bin/python tests/gitops/phases.py writes it"
+    assert (FOLDER / path).read_text() == phases.testdata(path), again
 
 
 def test_there_is_no_other_testdata():
