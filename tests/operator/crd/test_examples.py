@@ -15,7 +15,8 @@ pytestmark = pytest.mark.cluster
 ROOT = pathlib.Path(__file__).parents[3]
 CASES = sorted({path.parent for path in (ROOT / "examples").glob("*/*.yaml")})
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-FOREIGN = ("argoproj.io/", "toolkit.fluxcd.io/")  # kinds of CRDs that are not ours
+# kinds of CRDs that are not ours
+FOREIGN = ("argoproj.io/", "toolkit.fluxcd.io/", "gateway.networking.k8s.io/")
 FENCE = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
