@@ -19,6 +19,7 @@ _COMMANDS = tuple(
     EntryPoint(name, f"vlm_cli.{function}", _GROUP)
     for name, function in (
         ("status", "status:status"),
+        ("top", "top.command:top"),
         ("chat", "chat:chat"),
         ("bench", "bench.command:bench"),
         ("simulate", "simulate:simulate"),

@@ -16,8 +16,8 @@ _LISTED = 4  # limit of permissions in one line
 OF_USERS: dict[Right, str] = {
     Right("get", names.GROUP, names.PLURAL_SERVICE): "every command",
     Right("list", names.GROUP, names.PLURAL_SERVICE): "every command",
-    Right("list", "", "pods"): "vlm chat, vlm bench",
-    Right("create", "", "pods/portforward"): "vlm chat, vlm bench",
+    Right("list", "", "pods"): "vlm chat, vlm bench, vlm top",
+    Right("create", "", "pods/portforward"): "vlm chat, vlm bench, vlm top",
     Right("get", "", "configmaps"): "vlm why",
     Right("list", "apps", "deployments"): "vlm rollout-plan",
     Right("patch", names.GROUP, names.PLURAL_SERVICE): "vlm release-finalizers",

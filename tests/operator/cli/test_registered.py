@@ -6,7 +6,7 @@ from vlm_cli.app import app
 
 COMMANDS = {
     *("advise", "bench", "chat", "demo", "doctor", "release-finalizers"),
-    *("plan", "render", "rollout-plan", "simulate", "status", "why"),
+    *("plan", "render", "rollout-plan", "simulate", "status", "top", "why"),
 }
 
 

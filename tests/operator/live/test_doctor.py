@@ -90,8 +90,9 @@ async def test_who_may_only_look_is_told_what_was_not_judged(
     unread = [message.split()[0] for _, message in of(found, "access")]
     assert {"nodes", "customresourcedefinitions", "deployments", "leases"} <= set(unread)
     assert of(found, "operator-rights")[0][0] == "warn"
-    assert ("warn", "you may not create pods/portforward, which vlm chat, vlm bench needs") in of(
-        found, "rights"
-    )
+    assert (
+        "warn",
+        "you may not create pods/portforward, which vlm chat, vlm bench, vlm top needs",
+    ) in of(found, "rights")
     assert of(found, "crds") == of(found, "nodes") == []
     assert "fail" in {level for level, _ in of(found, "claims")}
