@@ -6,7 +6,7 @@ why           reasons for sizes of pools      simulate  an autoscaling policy in
 rollout-plan  steps between two manifests     render    the objects of a manifest
 doctor        what a cluster lacks            release-finalizers  deletion without an operator
 plan          memory, pools and cost of a model     advise    levers of a running service
-top           load of services and pods, live
+top           load of services and pods, live           logs      merged logs of all pods
 """
 
 from __future__ import annotations

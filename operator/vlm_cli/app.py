@@ -20,6 +20,7 @@ _COMMANDS = tuple(
     for name, function in (
         ("status", "status:status"),
         ("top", "top.command:top"),
+        ("logs", "logs.command:logs"),
         ("chat", "chat:chat"),
         ("bench", "bench.command:bench"),
         ("simulate", "simulate:simulate"),

@@ -25,10 +25,11 @@ from kubernetes.aio.client.rest import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
-from vlm_operator.cluster import Kind, Manifest, Page, WatchEvent, WatchEventType, kind_of
+from vlm_operator.cluster import POD, Kind, Manifest, Page, WatchEvent, WatchEventType, kind_of
 from vlm_operator.errors import ClusterError, ConflictError, NamespaceEndsError, UnavailableError
 
 REQUEST_TIMEOUT_SECONDS = 5.0
+_LOG_SECONDS = 60.0  # one whole log
 _PAGE = 250  # objects; parsing more at once would block the event loop
 
 
@@ -128,6 +129,55 @@ class KubeCluster:
             try:
                 async for line in _lines(answer.content):
                     yield watch_event(json.loads(line))
+            finally:
+                answer.close()
+
+    async def log(
+        self,
+        namespace: str,
+        pod: str,
+        container: str,
+        *,
+        previous: bool = False,
+        follow: bool = False,
+        since: str | None = None,
+        tail_lines: int | None = None,
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the lines of a container's log; each starts with its time and a space.
+
+        `previous` is the log of the last terminated process. `follow` waits for new lines until the
+        container ends. `since` is the Kubernetes timestamp of the oldest line.
+
+        Raises:
+            ClusterError: there is no such log, or the read was refused or broke off.
+        """
+        query = {
+            "container": container,
+            "timestamps": "true",
+            "previous": "true" if previous else None,
+            "follow": "true" if follow else None,
+            "sinceTime": since,
+            "tailLines": tail_lines,
+        }
+        async with _typed_errors():
+            answer = await self._client.request(
+                "get",
+                self._path(POD, namespace, pod, "log"),
+                serialize=False,
+                query_params=[(key, value) for key, value in query.items() if value is not None],
+                header_params={"Accept": "application/json, */*"},
+                _request_timeout=aiohttp.ClientTimeout(
+                    total=None if follow else _LOG_SECONDS, sock_connect=REQUEST_TIMEOUT_SECONDS
+                ),
+            )
+            try:
+                rest = b""
+                async for piece in answer.content.iter_any():
+                    *whole, rest = (rest + piece).split(b"\n")
+                    for line in whole:
+                        yield line
+                if rest:
+                    yield rest
             finally:
                 answer.close()
 

@@ -110,6 +110,9 @@ class ApiServer:
     forward_status: int = 101
     token: str = "secret"
     status: int = 200
+    # lines by pod/container, or pod/container/previous
+    logs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    log_queries: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     def add(self, path: str, manifest: dict[str, Any]) -> None:
         self.objects.setdefault(path, []).append(manifest)
@@ -140,6 +143,30 @@ class ApiServer:
             return web.json_response({"items": []})
         body = {"kind": "Status", "reason": "NotFound", "message": f"{name} not found"}
         return web.json_response(body, status=404)
+
+    async def log(self, request: web.Request) -> web.StreamResponse:
+        """As a kubelet does it: whole seconds of `sinceTime`; `follow` waits for new lines."""
+        assert request.headers["Authorization"] == f"Bearer {self.token}"
+        query = dict(request.query)
+        self.log_queries.append(query)
+        key = f"{request.match_info['pod']}/{query['container']}"
+        key += "/previous" if query.get("previous") else ""
+        if key not in self.logs:
+            body = {"kind": "Status", "reason": "BadRequest", "message": f"{key} has no log"}
+            return web.json_response(body, status=400)
+        since = query.get("sinceTime", "")
+        response = web.StreamResponse()
+        await response.prepare(request)
+        num_sent = 0
+        while True:
+            lines = self.logs[key]
+            for line in lines[num_sent:]:
+                if line[:19] >= since[:19]:
+                    await response.write(f"{line}\n".encode())
+            num_sent = len(lines)
+            if not query.get("follow"):
+                return response
+            await asyncio.sleep(0.01)
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """As a kubelet does it: two channels, each opening with the port."""
@@ -183,6 +210,7 @@ async def api() -> AsyncIterator[ApiServer]:
     served = ApiServer()
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/{ns}/pods/{pod}/portforward", served.forward)
+    app.router.add_get("/api/v1/namespaces/{ns}/pods/{pod}/log", served.log)
     app.router.add_get("/{path:.*}", served.read)
     server = TestServer(app)
     await server.start_server()
