@@ -7,6 +7,7 @@ rollout-plan  steps between two manifests     render    the objects of a manifes
 doctor        what a cluster lacks            release-finalizers  deletion without an operator
 plan          memory, pools and cost of a model     advise    levers of a running service
 top           load of services and pods, live           logs      merged logs of all pods
+bundle        an archive for a bug report
 """
 
 from __future__ import annotations

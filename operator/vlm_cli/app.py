@@ -21,6 +21,7 @@ _COMMANDS = tuple(
         ("status", "status:status"),
         ("top", "top.command:top"),
         ("logs", "logs.command:logs"),
+        ("bundle", "bundle.command:bundle"),
         ("chat", "chat:chat"),
         ("bench", "bench.command:bench"),
         ("simulate", "simulate:simulate"),

@@ -51,7 +51,7 @@ async def why(
             services = await access.cluster.list(VLM_SERVICE, access.namespace)
         if not services:
             raise CliError(f"there is no VLMService in namespace {access.namespace!r}")
-        texts = [await _explanation(access, service) for service in services]
+        texts = [await explanation(access, service) for service in services]
     console().print("\n\n".join(texts), markup=False)
 
 
@@ -99,7 +99,8 @@ def _records(path: Path, lines: list[str]) -> list[tuple[int, Record]]:
     return found
 
 
-async def _explanation(access: Access, service: Manifest) -> str:
+async def explanation(access: Access, service: Manifest) -> str:
+    """Return the text of `vlm why` of one service."""
     meta = service["metadata"]
     head = [f"{meta['namespace']}/{meta['name']}"]
     for kind in _CONDITIONS:

@@ -18,7 +18,7 @@ OF_USERS: dict[Right, str] = {
     Right("list", names.GROUP, names.PLURAL_SERVICE): "every command",
     Right("list", "", "pods"): "vlm chat, vlm bench, vlm top",
     Right("create", "", "pods/portforward"): "vlm chat, vlm bench, vlm top",
-    Right("get", "", "pods/log"): "vlm logs",
+    Right("get", "", "pods/log"): "vlm logs, vlm bundle",
     Right("get", "", "configmaps"): "vlm why",
     Right("list", "apps", "deployments"): "vlm rollout-plan",
     Right("patch", names.GROUP, names.PLURAL_SERVICE): "vlm release-finalizers",

@@ -113,6 +113,7 @@ class ApiServer:
     # lines by pod/container, or pod/container/previous
     logs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     log_queries: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    paths: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, path: str, manifest: dict[str, Any]) -> None:
         self.objects.setdefault(path, []).append(manifest)
@@ -123,6 +124,9 @@ class ApiServer:
             body = {"kind": "Status", "reason": "Forbidden", "message": "pods is forbidden"}
             return web.json_response(body, status=self.status)
         path = request.path
+        self.paths.append(path)
+        if path == "/version":
+            return web.json_response({"gitVersion": "v1.34.2"})
         if path in self.objects:
             wanted = dict(
                 pair.split("=")
@@ -143,6 +147,10 @@ class ApiServer:
             return web.json_response({"items": []})
         body = {"kind": "Status", "reason": "NotFound", "message": f"{name} not found"}
         return web.json_response(body, status=404)
+
+    async def review(self, request: web.Request) -> web.Response:
+        """Allow everything."""
+        return web.json_response({**await request.json(), "status": {"allowed": True}}, status=201)
 
     async def log(self, request: web.Request) -> web.StreamResponse:
         """As a kubelet does it: whole seconds of `sinceTime`; `follow` waits for new lines."""
@@ -211,6 +219,7 @@ async def api() -> AsyncIterator[ApiServer]:
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/{ns}/pods/{pod}/portforward", served.forward)
     app.router.add_get("/api/v1/namespaces/{ns}/pods/{pod}/log", served.log)
+    app.router.add_post("/apis/authorization.k8s.io/v1/{kind}", served.review)
     app.router.add_get("/{path:.*}", served.read)
     server = TestServer(app)
     await server.start_server()

@@ -5,7 +5,7 @@ import typer
 from vlm_cli.app import app
 
 COMMANDS = {
-    *("advise", "bench", "chat", "demo", "doctor", "logs", "release-finalizers"),
+    *("advise", "bench", "bundle", "chat", "demo", "doctor", "logs", "release-finalizers"),
     *("plan", "render", "rollout-plan", "simulate", "status", "top", "why"),
 }
 
