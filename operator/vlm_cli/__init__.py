@@ -7,7 +7,7 @@ rollout-plan  steps between two manifests     render    the objects of a manifes
 doctor        what a cluster lacks            release-finalizers  deletion without an operator
 plan          memory, pools and cost of a model     advise    levers of a running service
 top           load of services and pods, live           logs      merged logs of all pods
-bundle        an archive for a bug report
+bundle        an archive for a bug report               completion  completion for shells
 """
 
 from __future__ import annotations
@@ -22,3 +22,10 @@ def main() -> None:
     # A background job of a script inherits an ignored SIGINT. Restore it, so that SIGINT ends vlm.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     app()
+
+
+def complete_for_kubectl() -> None:
+    """Entry point of the console script `kubectl_complete-vlm`, which kubectl runs."""
+    from vlm_cli.completion import complete_for_kubectl
+
+    complete_for_kubectl()

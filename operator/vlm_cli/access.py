@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import ssl
@@ -14,6 +15,7 @@ from vlm_operator import kube, names
 from vlm_operator.cluster import POD, VLM_SERVICE, Manifest
 from vlm_operator.errors import ClusterError, UnavailableError
 
+_COMPLETION_SECONDS = 2.0  # a shell waits for its completion
 DEFAULT_KUBECONFIG = "~/.kube/config"
 
 
@@ -90,6 +92,21 @@ async def find_service(access: Access, name: str) -> Manifest:
     if here:
         raise CliError(problem, f"there is: {', '.join(sorted(here))}")
     raise CliError(problem, "there is none at all; begin with examples/quickstart, or -n NAMESPACE")
+
+
+async def service_names(
+    kubeconfig: str | None, namespace: str | None, context: str | None
+) -> list[str]:
+    """Return the names of a namespace's services; none if the cluster does not answer in time."""
+    try:
+        async with (
+            asyncio.timeout(_COMPLETION_SECONDS),
+            open_cluster(kubeconfig, namespace, context) as access,
+        ):
+            services = await access.cluster.list(VLM_SERVICE, access.namespace)
+    except (CliError, TimeoutError):
+        return []
+    return sorted(str(item["metadata"]["name"]) for item in services)
 
 
 async def gateway_pods(access: Access, name: str) -> list[Manifest]:

@@ -9,6 +9,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
+from typer._click.shell_completion import CompletionItem
+from typer._completion_classes import completion_init
 from typer.core import TyperGroup
 
 from vlm_cli.output import run
@@ -31,6 +33,7 @@ _COMMANDS = tuple(
         ("plan", "plan.command:plan"),
         ("advise", "advise.command:advise"),
         ("doctor", "doctor.command:doctor"),
+        ("completion", "completion:completion"),
         ("release-finalizers", "release:release"),
     )
 )
@@ -41,6 +44,11 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return [command.name for command in (*_COMMANDS, *entry_points(group=_GROUP))]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete names of commands; their modules are not imported for it."""
+        names = self.list_commands(ctx)
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         """Return the command; None if there is none of that name."""
@@ -71,6 +79,7 @@ def _blocking(function: Callable[..., Any]) -> Callable[..., None]:
     return blocking
 
 
+completion_init()  # typer's scripts for shells, without its options to install them
 app = _typer(
     name="vlm",
     cls=_Commands,

@@ -15,7 +15,7 @@ from vlm_cli.target import Options, open_target
 
 
 async def chat(
-    name: Annotated[str, typer.Argument(help="A VLMService; left out with --url.")],
+    name: Annotated[str, flags.service_argument("A VLMService; left out with --url.")],
     question: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     image: flags.Images = None,
     detail: Annotated[str | None, typer.Option(help="auto, low, high or original.")] = None,

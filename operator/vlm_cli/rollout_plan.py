@@ -23,7 +23,9 @@ _ORDER = [*names.POOL_ROLES, Role.GATEWAY]
 
 
 async def rollout_plan(
-    name: Annotated[str | None, typer.Argument(help="A VLMService; left out with --from.")] = None,
+    name: Annotated[
+        str | None, flags.service_argument("A VLMService; left out with --from.")
+    ] = None,
     old: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="The manifest that runs.")
     ] = None,

@@ -28,7 +28,7 @@ _MIN_ROUNDS = 2
 
 
 async def advise(
-    name: Annotated[str, typer.Argument(help="A VLMService with traffic.")],
+    name: Annotated[str, flags.service_argument("A VLMService with traffic.")],
     seconds: Annotated[float, typer.Option(min=1, help="Length of the measurement.")] = 60.0,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two reads.")] = 5.0,
     explain: Annotated[bool, typer.Option("--explain", help="Print formulas.")] = False,

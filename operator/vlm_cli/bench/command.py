@@ -62,7 +62,9 @@ def new_seed() -> int:
 
 
 async def bench(
-    name: Annotated[str | None, typer.Argument(help="A VLMService; left out with --url.")] = None,
+    name: Annotated[
+        str | None, flags.service_argument("A VLMService; left out with --url.")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, on average.")] = 2.0,
     duration: Annotated[float, typer.Option(min=0.1, help="Seconds of load.")] = 30.0,
     image_share: Annotated[float, typer.Option(min=0, max=1, help="With an image.")] = 0.5,

@@ -19,7 +19,7 @@ from vlm_cli.output import CliError, console, notes
 
 
 async def bundle(
-    name: Annotated[str, typer.Argument(help="A VLMService.")],
+    name: flags.Service,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Default: NAME-TIME.tar.gz."),

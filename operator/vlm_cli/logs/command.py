@@ -26,7 +26,7 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright
 
 
 async def logs(
-    name: Annotated[str, typer.Argument(help="A VLMService.")],
+    name: flags.Service,
     role: Annotated[Role | None, typer.Option(help="Only pods of this role.")] = None,
     pod: Annotated[str | None, typer.Option(metavar="POD", help="Only this pod.")] = None,
     request: Annotated[

@@ -5,7 +5,17 @@ import typer
 from vlm_cli.app import app
 
 COMMANDS = {
-    *("advise", "bench", "bundle", "chat", "demo", "doctor", "logs", "release-finalizers"),
+    *(
+        "advise",
+        "bench",
+        "bundle",
+        "chat",
+        "completion",
+        "demo",
+        "doctor",
+        "logs",
+        "release-finalizers",
+    ),
     *("plan", "render", "rollout-plan", "simulate", "status", "top", "why"),
 }
 
