@@ -88,6 +88,7 @@ CHECKS: tuple[Check, ...] = (
     installed.exclusive,
     rights.operators,
     installed.gateway_role,
+    installed.gateway_network,
     nodes.ready,
     nodes.classes,
     nodes.variants,
@@ -95,8 +96,10 @@ CHECKS: tuple[Check, ...] = (
     services.security,
     services.claims,
     services.conditions,
+    services.paused,
     services.gateways,
     services.pods,
+    services.owners,
     services.writers,
     gateway,
 )

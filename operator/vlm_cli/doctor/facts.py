@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from vlm_operator import names
 from vlm_operator.cluster import (
+    NETWORK_POLICY,
     NODE,
     POD,
     ROLE,
@@ -29,9 +30,11 @@ NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)
 CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 AUTOSCALER = Kind("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 
+ENDPOINT_SLICE = Kind("discovery.k8s.io/v1", "EndpointSlice", "endpointslices")
+
 # Kinds read in the whole cluster, and kinds read in the chosen namespaces.
 GLOBAL = (CRD, NAMESPACE, NODE, VLM_NODE_CLASS)
-LOCAL = (VLM_SERVICE, VLM_POOL, POD, ROLE, CLAIM, AUTOSCALER)
+LOCAL = (VLM_SERVICE, VLM_POOL, POD, ROLE, NETWORK_POLICY, CLAIM, AUTOSCALER)
 
 
 class Level(enum.StrEnum):

@@ -9,7 +9,16 @@ from collections.abc import Iterable
 import aiohttp
 
 from vlm_cli.access import Access, gateway_pods
-from vlm_cli.doctor.facts import GLOBAL, LOCAL, Facts, Finding, Installation, Level, Right
+from vlm_cli.doctor.facts import (
+    ENDPOINT_SLICE,
+    GLOBAL,
+    LOCAL,
+    Facts,
+    Finding,
+    Installation,
+    Level,
+    Right,
+)
 from vlm_cli.doctor.installed import installations
 from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
 from vlm_cli.forward import forward
@@ -18,6 +27,7 @@ from vlm_operator import names
 from vlm_operator.cluster import (
     DEPLOYMENT,
     LEASE,
+    NETWORK_POLICY,
     POD,
     REVIEW,
     ROLE,
@@ -30,6 +40,7 @@ from vlm_operator.errors import ClusterError, UnavailableError
 
 _MAX_CONCURRENT = 8  # limit of concurrent requests
 _OPERATORS = {names.LABEL_APP_NAME: "triptych-operator"}
+_API_SERVER = {"kubernetes.io/service-name": "kubernetes"}  # in namespace default
 _GATEWAY_SECONDS = 5.0
 
 
@@ -43,6 +54,7 @@ async def gather(access: Access, namespace: str | None, *, now: float, probe: bo
     facts = Facts(now=now, version=await access.cluster.version())
     await asyncio.gather(
         reader.read(DEPLOYMENT, None, _OPERATORS),
+        reader.read(ENDPOINT_SLICE, "default", _API_SERVER),
         *(reader.read(kind, None) for kind in GLOBAL),
         *(reader.read(kind, namespace, _LABELS.get(kind)) for kind in LOCAL),
     )
@@ -61,7 +73,7 @@ async def gather(access: Access, namespace: str | None, *, now: float, probe: bo
     )
 
 
-_LABELS = {key: {names.LABEL_APP_NAME: names.APP_NAME} for key in (POD, ROLE)}
+_LABELS = {key: {names.LABEL_APP_NAME: names.APP_NAME} for key in (POD, ROLE, NETWORK_POLICY)}
 
 
 class _Reader:

@@ -7,10 +7,19 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+from vlm_cli.access import is_ready
 from vlm_cli.definitions import KINDS, crd
-from vlm_cli.doctor.facts import CRD, Facts, Finding, Installation, Level
+from vlm_cli.doctor.facts import CRD, ENDPOINT_SLICE, Facts, Finding, Installation, Level
 from vlm_operator import names
-from vlm_operator.cluster import DEPLOYMENT, LEASE, ROLE, VLM_SERVICE, Manifest, epoch_seconds
+from vlm_operator.cluster import (
+    DEPLOYMENT,
+    LEASE,
+    NETWORK_POLICY,
+    ROLE,
+    VLM_SERVICE,
+    Manifest,
+    epoch_seconds,
+)
 from vlm_operator.names import Role
 
 OLDEST = (1, 30)  # the chart's kubeVersion
@@ -101,6 +110,53 @@ def gateway_role(facts: Facts) -> Iterator[Finding]:
         yield Finding("gateway", Level.FAIL, message, "an operator restores it: is one the leader?")
     if fine:
         yield Finding("gateway", Level.OK, "every gateway's Role lets it watch its workers")
+
+
+def gateway_network(facts: Facts) -> Iterator[Finding]:
+    """Check that the gateways' NetworkPolicies allow the ports of the API server's endpoints.
+
+    If a service is Ready, its gateways reach the API server: the network enforces no policies.
+    """
+    ports = {
+        int(port["port"])
+        for item in facts.all(ENDPOINT_SLICE)
+        for port in item.get("ports") or []
+        if port.get("port")
+    }
+    policies = [
+        item
+        for item in facts.all(NETWORK_POLICY)
+        if _selected(item).get(names.LABEL_ROLE) == Role.GATEWAY
+    ]
+    fine = bool(ports and policies)
+    for item in policies:
+        rules = [rule for rule in item["spec"].get("egress") or [] if not rule.get("to")]
+        allowed = {port.get("port") for rule in rules for port in rule.get("ports") or [{}]}
+        missing = set() if None in allowed else ports - allowed
+        if missing:
+            fine = False
+            service = facts.one(
+                VLM_SERVICE,
+                _selected(item).get(names.LABEL_SERVICE, ""),
+                item["metadata"]["namespace"],
+            )
+            if service is not None and is_ready(service):
+                continue
+            meta, listed = item["metadata"], ", ".join(map(str, sorted(missing)))
+            message = (
+                f"NetworkPolicy {meta['namespace']}/{meta['name']} denies the API server's port "
+                f"{listed}: if the network enforces policies, the gateway finds no workers"
+            )
+            remedy = "add the port to network.apiServerPorts of the chart"
+            yield Finding("network", Level.WARN, message, remedy)
+    if fine:
+        listed = ", ".join(map(str, sorted(ports)))
+        yield Finding("network", Level.OK, f"gateways may reach the API server's port {listed}")
+
+
+def _selected(policy: Manifest) -> dict[str, str]:
+    """Return the labels of the pods of a NetworkPolicy."""
+    return dict(policy["spec"].get("podSelector", {}).get("matchLabels") or {})
 
 
 def _definition(found: Manifest, wanted: Manifest) -> tuple[Level, str]:

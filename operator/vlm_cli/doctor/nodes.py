@@ -69,7 +69,9 @@ def variants(facts: Facts) -> Iterator[Finding]:
         try:
             problems = _problems(parse(manifest), node_classes, facts.all(NODE))
         except SpecError as error:
-            problems = [(str(error), f"correct it: kubectl -n {meta['namespace']} edit vlm")]
+            problems = [
+                (str(error), f"correct it: kubectl -n {meta['namespace']} edit vlm {meta['name']}")
+            ]
         fine += not problems
         for problem, remedy in problems:
             yield Finding("placement", Level.FAIL, f"{where}: {problem}", remedy)

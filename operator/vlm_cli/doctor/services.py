@@ -147,6 +147,38 @@ def pods(facts: Facts) -> Iterator[Finding]:
         yield Finding("pods", Level.OK, f"none of the {count} pods of services is blocked")
 
 
+def paused(facts: Facts) -> Iterator[Finding]:
+    """Report services for which the operator writes nothing, because a user chose that."""
+    for service in facts.all(VLM_SERVICE):
+        if service["spec"].get("paused"):
+            meta, patch = service["metadata"], '{"spec":{"paused":false}}'
+            message = f"{_where(service)} is paused: the operator changes none of its objects"
+            remedy = (
+                f"kubectl -n {meta['namespace']} patch vlm {meta['name']} --type=merge -p '{patch}'"
+            )
+            yield Finding("services", Level.OK, message, remedy)
+
+
+def owners(facts: Facts) -> Iterator[Finding]:
+    """Check that each pod and VLMPool with our labels or kind belongs to a service."""
+    for item in facts.all(POD):
+        meta = item["metadata"]
+        if names.LABEL_SERVICE in meta.get("labels", {}) and "ReplicaSet" not in _owners(item):
+            where = f"{meta['namespace']}/{meta['labels'][names.LABEL_SERVICE]}"
+            message = (
+                f"pod {meta['namespace']}/{meta['name']} has the label of {where}, and no "
+                "ReplicaSet controls it: gateways and operator ignore it"
+            )
+            remedy = f"remove its label {names.LABEL_SERVICE}, or delete it"
+            yield Finding("owners", Level.WARN, message, remedy)
+    for item in facts.all(VLM_POOL):
+        if names.KIND_SERVICE not in _owners(item):
+            meta = item["metadata"]
+            message = f"VLMPool {meta['namespace']}/{meta['name']} belongs to no VLMService"
+            remedy = "delete it: the operator creates the VLMPools of a VLMService"
+            yield Finding("owners", Level.WARN, f"{message}: nothing reads it", remedy)
+
+
 def writers(facts: Facts) -> Iterator[Finding]:
     """Check that each replica count of a VLMPool has one writer."""
     pools = {
@@ -232,6 +264,12 @@ def _claim(claim: Manifest) -> tuple[Level, str, str]:
         message = f"is bound, {listed}: pods on a second node cannot mount it"
         return Level.WARN, message, "use a volume with ReadOnlyMany or ReadWriteMany"
     return Level.OK, "is bound", ""
+
+
+def _owners(item: Manifest) -> set[str]:
+    """Return the kinds of the objects that control another."""
+    references = item["metadata"].get("ownerReferences") or []
+    return {str(one["kind"]) for one in references if one.get("controller")}
 
 
 def _num_gateways(service: Manifest) -> int:

@@ -17,6 +17,7 @@ from vlm_cli.doctor.facts import (
     AUTOSCALER,
     CLAIM,
     CRD,
+    ENDPOINT_SLICE,
     GLOBAL,
     LOCAL,
     NAMESPACE,
@@ -30,6 +31,7 @@ from vlm_operator import names
 from vlm_operator.cluster import (
     DEPLOYMENT,
     LEASE,
+    NETWORK_POLICY,
     NODE,
     POD,
     ROLE,
@@ -120,6 +122,9 @@ def blocked_pod(reason: str) -> dict[str, Any]:
             "uid": "p",
             "creationTimestamp": "2026-11-21T10:00:00Z",
             "labels": {names.LABEL_ROLE: "decode", names.LABEL_SERVICE: "demo"},
+            "ownerReferences": [
+                {"kind": "ReplicaSet", "name": "demo-decode-1", "controller": True}
+            ],
         },
         "spec": {},
         "status": {"conditions": [unscheduled]}
@@ -135,6 +140,7 @@ def vlm_pool(mode: str = "Manual", manager: str = names.MANAGER_AUTOSCALER) -> d
             "name": "demo-decode",
             "namespace": "ns",
             "managedFields": [{"manager": manager, "fieldsV1": fields}],
+            "ownerReferences": [{"kind": "VLMService", "name": "demo", "controller": True}],
         },
         "spec": {"mode": mode, "replicas": 1},
     }
@@ -145,6 +151,23 @@ def gateway_role(*verbs: str, service: str = "demo") -> dict[str, Any]:
         "metadata": {"name": f"{service}-gateway", "namespace": "ns"},
         "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": list(verbs)}],
     }
+
+
+def gateway_policy(*ports: int) -> dict[str, Any]:
+    """The NetworkPolicy of a gateway, which may reach these ports anywhere, and 9000 of pods."""
+    peers = {"to": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": 9000}]}
+    anywhere = {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
+    labels = {names.LABEL_SERVICE: "demo", names.LABEL_ROLE: "gateway"}
+    return {
+        "metadata": {"name": "demo-gateway", "namespace": "ns"},
+        "spec": {"podSelector": {"matchLabels": labels}, "egress": [peers, anywhere]},
+    }
+
+
+def endpoints(port: int) -> dict[str, Any]:
+    """The EndpointSlice of the API server."""
+    metadata = {"name": "kubernetes", "namespace": "default"}
+    return {"metadata": metadata, "ports": [{"name": "https", "port": port}]}
 
 
 def scaler(name: str) -> dict[str, Any]:
@@ -179,6 +202,8 @@ def healthy() -> Facts:
             CLAIM: [claim()],
             POD: [],
             AUTOSCALER: [],
+            NETWORK_POLICY: [gateway_policy(443, 6443)],
+            ENDPOINT_SLICE: [endpoints(6443)],
         },
         user_rights=dict.fromkeys(OF_USERS, True),
         operators={
@@ -191,7 +216,7 @@ def healthy() -> Facts:
 def with_objects(**changed: list[dict[str, Any]]) -> Facts:
     """The healthy cluster with all objects of some kinds replaced; kinds by their plural."""
     facts = healthy()
-    by_plural = {kind.plural: kind for kind in (*GLOBAL, *LOCAL, DEPLOYMENT, LEASE)}
+    by_plural = {kind.plural: kind for kind in (*GLOBAL, *LOCAL, DEPLOYMENT, ENDPOINT_SLICE, LEASE)}
     return dataclasses.replace(
         facts, objects={**facts.objects, **{by_plural[key]: of for key, of in changed.items()}}
     )

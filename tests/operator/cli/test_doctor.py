@@ -14,7 +14,7 @@ from vlm_cli.doctor.facts import GLOBAL, LOCAL, Level, Right
 from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, of_lease
 from vlm_cli.doctor.services import gateways
 from vlm_operator import names
-from vlm_operator.cluster import DEPLOYMENT, LEASE
+from vlm_operator.cluster import DEPLOYMENT, LEASE, NETWORK_POLICY
 
 from .doctor_facts import (
     GPU,
@@ -23,6 +23,8 @@ from .doctor_facts import (
     blocked_pod,
     claim,
     deployment,
+    endpoints,
+    gateway_policy,
     gateway_role,
     healthy,
     installed,
@@ -41,7 +43,16 @@ def test_a_healthy_cluster_passes_every_check_and_each_says_what_it_saw():
     assert wrong(healthy()) == []
     silent = {check.__name__ for check in CHECKS if not list(check(healthy()))}
     # these speak only where something is wrong, or where they were asked
-    assert silent == {"unreadable", "exclusive", "watched", "pods", "writers", "gateway"}
+    assert silent == {
+        "unreadable",
+        "exclusive",
+        "watched",
+        "pods",
+        "writers",
+        "gateway",
+        "paused",
+        "owners",
+    }
 
 
 def _old_definition() -> list[dict[str, Any]]:
@@ -187,6 +198,48 @@ def test_a_claim_of_several_services_is_told_once_and_no_node_is_one_thing():
 def test_what_a_person_chose_is_no_problem():
     chosen = [("Ready", "True", "Serving", ""), ("ScalingActive", "False", "Paused", "spec.paused")]
     assert wrong(with_objects(vlmservices=[service(*chosen)])) == []
+
+
+def test_a_paused_service_is_reported_with_the_patch_and_is_no_problem():
+    paused = service()
+    paused["spec"]["paused"] = True
+    facts = with_objects(vlmservices=[paused])
+    assert wrong(facts) == []
+    (found,) = (item for item in examine(facts) if "is paused" in item.message)
+    assert '{"spec":{"paused":false}}' in found.remedy
+
+
+def test_a_policy_without_the_port_of_the_api_server_is_found():
+    waits = service(("Ready", "False", "PodsStarting", "gateway 0/1"))
+    facts = with_objects(endpointslices=[endpoints(16443)], vlmservices=[waits])
+    (found,) = (item for item in wrong(facts) if item.check == "network")
+    assert "denies the API server's port 16443" in found.message
+    assert "network.apiServerPorts" in found.remedy
+    assert wrong(with_objects(networkpolicies=[gateway_policy(16443)], endpointslices=[])) == []
+    ready = with_objects(endpointslices=[endpoints(16443)])
+    assert wrong(ready) == []  # its gateways reach the API server
+    anything = gateway_policy()
+    anything["spec"]["egress"] = [{}]
+    open_to_all = dataclasses.replace(facts, objects={**facts.objects, NETWORK_POLICY: [anything]})
+    assert not [item for item in wrong(open_to_all) if item.check == "network"]
+
+
+def test_pods_and_pools_without_an_owner_are_found():
+    pod, pool = blocked_pod(""), vlm_pool()
+    pod["status"] = {}
+    for item in (pod, pool):
+        item["metadata"].pop("ownerReferences")
+    found = wrong(with_objects(pods=[pod], vlmpools=[pool]))
+    assert [item.check for item in found] == ["owners", "owners"]
+    assert "no ReplicaSet controls it" in found[0].message
+    assert "belongs to no VLMService" in found[1].message
+
+
+def test_the_fix_of_a_refused_spec_names_the_service():
+    refused = service()
+    refused["spec"]["pools"]["encoder"]["scaling"] = {"mode": "Auto"}
+    remedies = [item.remedy for item in wrong(with_objects(vlmservices=[refused]))]
+    assert "correct it: kubectl -n ns edit vlm demo" in remedies
 
 
 def test_a_service_without_status_and_one_being_deleted_are_reported():
