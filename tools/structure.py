@@ -38,7 +38,7 @@ class Count(NamedTuple):
 # and says why.
 LIMITS = {
     "worker": Count(lines=31_850, single_importers=35, short_files=16),
-    "operator": Count(lines=37_160, single_importers=46, short_files=32),
+    "operator": Count(lines=37_320, single_importers=46, short_files=32),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 

@@ -249,3 +249,17 @@ async def _served(answer) -> AsyncIterator[kube.KubeCluster]:
     finally:
         await cluster.close()
         await runner.cleanup()
+
+
+async def test_a_log_that_does_not_exist_is_a_typed_error(real: kube.KubeCluster):
+    name = f"log-{uuid.uuid4().hex[:8]}"
+    spec = {"containers": [{"name": "c", "image": "none"}]}
+    metadata = {"name": name, "namespace": "default"}
+    await real.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    statuses = []
+    for pod, container in ((name, "other"), ("no-such-pod", "c")):
+        with pytest.raises(ClusterError) as refused:
+            await anext(real.log("default", pod, container, tail_lines=5))
+        statuses.append(refused.value.status)
+    await real.delete(POD, "default", name, uid=None)
+    assert statuses == [400, 404]

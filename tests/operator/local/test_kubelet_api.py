@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
+from vlm_cli.logs.command import logs
 from vlm_local.client import Client
 from vlm_local.controlplane import ControlPlane
 
@@ -101,6 +102,37 @@ async def test_logs_can_be_followed_cut_and_stamped(cluster: ControlPlane, pods:
     assert stamped.startswith("20")
     assert stamped.endswith("Z 4\n")
     assert (await kubectl(cluster, pods, "logs", "p", "--limit-bytes=3")).stdout == "0\n1"
+
+
+async def test_vlm_logs_merges_and_follows_the_logs_of_pods(
+    cluster: ControlPlane, pods: Pods, capsys: pytest.CaptureFixture[str]
+):
+    program = "import time\nfor n in range(5): print('{} line', n, flush=True); time.sleep(0.1)"
+    for name in ("a", "b"):
+        manifest = pod(name, program.replace("{}", name), spec={"restartPolicy": "Never"})
+        manifest["metadata"].setdefault("labels", {})["triptych.dev/service"] = "demo"
+        await pods.create(manifest)
+    following = asyncio.create_task(
+        logs(
+            "demo",
+            follow=True,
+            namespace=pods.path.split("/")[4],
+            kubeconfig=str(cluster.kubeconfig),
+        )
+    )
+    lines: list[str] = []
+    try:
+        async with asyncio.timeout(60):
+            while len(lines) < 10:
+                await asyncio.sleep(0.05)
+                lines += capsys.readouterr().out.splitlines()
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+    for name in ("a", "b"):
+        own = [line for line in lines if line.startswith(f"{name}  ")]
+        assert own == [f"{name}  {name} line {number}" for number in range(5)]
 
 
 async def test_a_node_answers_only_the_api_server(cluster: ControlPlane, api: Client):
