@@ -97,22 +97,18 @@ def model_mount(service: VLMService) -> ModelMount:
     model = service.spec.model
     scheme, _, rest = model.uri.partition("://")
     revision = (f"--model-revision={model.revision}",) if model.revision else ()
-    if scheme == "pvc":
-        claim, _, path = rest.strip("/").partition("/")
+    if scheme in ("pvc", "oci"):
+        source: Part
+        if scheme == "pvc":
+            claim, _, path = rest.strip("/").partition("/")
+            source = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        else:
+            reference, _, path = rest.partition("#")
+            source = {"image": {"reference": reference}}
         return ModelMount(
             args=(f"--model={'/'.join(filter(None, (MODEL_PATH, path)))}", *revision),
             mount={"name": "triptych-model", "mountPath": MODEL_PATH, "readOnly": True},
-            volume={
-                "name": "triptych-model",
-                "persistentVolumeClaim": {"claimName": claim, "readOnly": True},
-            },
-        )
-    if scheme == "oci":
-        reference, _, path = rest.partition("#")
-        return ModelMount(
-            args=(f"--model={'/'.join(filter(None, (MODEL_PATH, path)))}", *revision),
-            mount={"name": "triptych-model", "mountPath": MODEL_PATH, "readOnly": True},
-            volume={"name": "triptych-model", "image": {"reference": reference}},
+            volume={"name": "triptych-model", **source},
         )
     secret = model.credentials_secret_ref
     token: Part = {"name": "HF_TOKEN"}
@@ -126,6 +122,11 @@ def model_mount(service: VLMService) -> ModelMount:
     )
 
 
+def start_seconds(service: VLMService) -> int:
+    """Return the seconds that a pod has to download and load the model and to warm up."""
+    return service.spec.model.start_timeout_seconds or START_SECONDS
+
+
 def probes(service: VLMService, readiness: Part, *, port: str) -> Part:
     """Return the probes of a container; `readiness` is the handler of startup and readiness.
 
@@ -137,7 +138,7 @@ def probes(service: VLMService, readiness: Part, *, port: str) -> Part:
             **readiness,
             "periodSeconds": 1,
             "timeoutSeconds": 2,
-            "failureThreshold": service.spec.model.start_timeout_seconds or START_SECONDS,
+            "failureThreshold": start_seconds(service),
         },
         "readinessProbe": {
             **readiness,

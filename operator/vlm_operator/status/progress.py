@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 from vlm_operator.cluster import epoch_seconds
-from vlm_operator.pods.parts import START_SECONDS
+from vlm_operator.pods.parts import start_seconds
 from vlm_operator.state import Manifest
 from vlm_operator.status.inputs import StatusInputs
 
@@ -81,7 +81,7 @@ def deadline_seconds(view: StatusInputs) -> float:
     start time, but at least `MIN_START_SECONDS`; without a measured start, it is
     `model.startTimeoutSeconds`. A deadline below `MIN_START_SECONDS` is never extended.
     """
-    unmeasured = float(view.service.spec.model.start_timeout_seconds or START_SECONDS)
+    unmeasured = float(start_seconds(view.service))
     deadline = float(view.service.spec.rollout.progress_deadline_seconds)
     loading = [
         pod

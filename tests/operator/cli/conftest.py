@@ -300,3 +300,25 @@ def add_gateway(api: ApiServer) -> Callable[..., None]:
         )
 
     return add
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[..., Any]]:
+    """Starts servers that answer /stats with the next of some values, then with the last."""
+    servers: list[TestServer] = []
+
+    async def start(*values: Any) -> int:
+        left = list(values)
+
+        async def answer(request: web.Request) -> web.Response:
+            return web.json_response(left.pop(0) if len(left) > 1 else left[0])
+
+        app = web.Application()
+        app.router.add_get("/stats", answer)
+        servers.append(TestServer(app))
+        await servers[-1].start_server()
+        return int(servers[-1].port or 0)
+
+    yield start
+    for server in servers:
+        await server.close()

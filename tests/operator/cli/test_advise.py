@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -297,28 +294,6 @@ def test_a_manifest_gives_replicas_prices_goals_and_levers_in_use():
     )
 
 
-@pytest.fixture
-async def serve() -> AsyncIterator[Callable[..., Any]]:
-    """Starts servers that answer /stats with the next of some values, then with the last."""
-    servers: list[TestServer] = []
-
-    async def start(values: list[Any]) -> int:
-        left = list(values)
-
-        async def answer(request: web.Request) -> web.Response:
-            return web.json_response(left.pop(0) if len(left) > 1 else left[0])
-
-        app = web.Application()
-        app.router.add_get("/stats", answer)
-        servers.append(TestServer(app))
-        await servers[-1].start_server()
-        return int(servers[-1].port or 0)
-
-    yield start
-    for server in servers:
-        await server.close()
-
-
 def add_pod(api, name: str, role: str) -> None:
     labels = {"triptych.dev/service": "demo", "triptych.dev/role": role}
     metadata = {"name": name, "namespace": "vision", "labels": labels}
@@ -336,7 +311,7 @@ async def test_the_pods_of_a_service_are_read(api, kubeconfig, add_service, serv
         ("demo-gateway-0", "gateway", [gateway(requests=5, visual=0, itl=0.05, stages={})]),
     ):
         add_pod(api, pod, role)
-        api.target_ports[pod] = await serve(answers)
+        api.target_ports[pod] = await serve(*answers)
     await advise(
         "demo", seconds=1.1, interval=0.1, kubeconfig=kubeconfig, output=Format.JSON, explain=True
     )
@@ -352,7 +327,7 @@ async def test_the_text_has_phases_findings_and_levers(api, kubeconfig, add_serv
     add_pod(api, "demo-decode-0", "decode")
     decoder = Decoder(base=0.01, slope=2e-6)
     values = [decoder.run(steps=100, sequences=n, kv=1000 * n) for n in range(4, 16)]
-    api.target_ports["demo-decode-0"] = await serve(values)
+    api.target_ports["demo-decode-0"] = await serve(*values)
     await advise("demo", seconds=1.1, interval=0.1, kubeconfig=kubeconfig)
     text = capsys.readouterr().out
     for title in ("Time of pods by phase", "Steps of decode", "Findings", "Levers, the largest"):
@@ -363,7 +338,7 @@ async def test_the_text_has_phases_findings_and_levers(api, kubeconfig, add_serv
 async def test_an_answer_that_is_no_stats_names_its_pod(api, kubeconfig, add_service, serve):
     add_service()
     add_pod(api, "demo-decode-0", "decode")
-    api.target_ports["demo-decode-0"] = await serve([{"version": 1}])
+    api.target_ports["demo-decode-0"] = await serve({"version": 1})
     with pytest.raises(CliError) as refused:
         await advise("demo", seconds=1.0, interval=1.0, kubeconfig=kubeconfig)
     assert "/stats of pod demo-decode-0 is not valid" in refused.value.problem

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,28 +181,6 @@ def test_a_quantile_is_in_the_bucket_that_has_it(counts: list[int], share: float
 
 def test_beyond_the_largest_bucket_a_quantile_is_its_bound():
     assert quantile({1.0: 1, float("inf"): 100}, 0.95) == 1.0
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Callable[..., Any]]:
-    """Starts servers that answer /stats with the next of some values, then with the last."""
-    servers: list[TestServer] = []
-
-    async def start(*values: Any) -> int:
-        left = list(values)
-
-        async def answer(request: web.Request) -> web.Response:
-            return web.json_response(left.pop(0) if len(left) > 1 else left[0])
-
-        app = web.Application()
-        app.router.add_get("/stats", answer)
-        servers.append(TestServer(app))
-        await servers[-1].start_server()
-        return int(servers[-1].port or 0)
-
-    yield start
-    for server in servers:
-        await server.close()
 
 
 PODS = "/api/v1/namespaces/vision/pods"
