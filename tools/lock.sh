@@ -8,6 +8,10 @@ newest=$(date -u -d "8 days ago" +%Y-%m-%d)
 compile() {
   uv pip compile --quiet --exclude-newer "$newest" --generate-hashes --python-version 3.11 --no-emit-index-url --no-header --no-annotate "$@"
 }
-compile pyproject.toml requirements/build.in --extra operator -o requirements/operator.txt
-compile pyproject.toml requirements/build.in --extra worker -o requirements/worker.txt
-compile pyproject.toml requirements/build.in requirements/dev.in --extra operator --extra cli --extra worker -o requirements/dev.txt
+locks=requirements
+compile pyproject.toml $locks/build.in --extra operator -o $locks/operator.txt
+compile pyproject.toml $locks/build.in --extra gateway --extra worker -o $locks/worker-cuda.txt
+compile pyproject.toml $locks/build.in --extra gateway -c $locks/worker-cuda.txt -o $locks/gateway.txt
+compile pyproject.toml $locks/build.in $locks/dev.in --extra operator --extra cli --extra gateway --extra worker -o $locks/dev.txt
+# torch for CPUs is not on PyPI: its hashes are in worker-cpu.in, the rest is that of CUDA
+python3 tools/cpu_lock.py $locks/worker-cuda.txt $locks/worker-cpu.in $locks/worker-cpu.txt

@@ -3,8 +3,9 @@
     base.Containerfile ─▶ operator/Dockerfile, worker/Dockerfile ─▶ store    once per `_full_key`
     the checkout's wheel ─▶ one more layer on each node                      if only Python changed
 
-The Dockerfiles are built as they are. If a Dockerfile, its requirements or the kernels in C++
-change, a new image is built, in 10 minutes or more. If other code changes, nodes get it as a layer.
+The Dockerfiles are built as they are, with another base. If a Dockerfile, its requirements or the
+kernels in C++ change, a new image is built, in 10 minutes or more. If other code changes, nodes get
+it as a layer.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from nodes import binaries
 from nodes.cluster import containerd_settings
@@ -30,16 +32,38 @@ from vlm_local.subprocesses import spawn
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-BASE = "docker.io/library/python:3.11-slim-bookworm"  # FROM of both Dockerfiles
+BASE = "localhost/triptych-nodes/base:bookworm"
 SITE = "opt/triptych/lib/python3.11/site-packages"
-ROLES = ("operator", "worker")
-PACKAGES = {
-    "operator": ("operator/vlm_operator",),
-    "worker": ("worker/vlm_worker", "kernels/vlm_kernels"),
-}
+KERNELS = "kernels/vlm_kernels/cpu"  # compiled in the image
 OURS = "localhost/triptych-nodes"
 PROGRAMS = ("pause", "coredns")
 Ctr = Callable[..., bytes]
+
+
+class Image(NamedTuple):
+    """How an image is built, and what of the checkout is in it."""
+
+    dockerfile: str
+    target: tuple[str, ...]
+    lock: str
+    packages: tuple[str, ...]
+    compiled: tuple[str, ...] = ()
+
+
+IMAGES = {
+    "operator": Image("operator/Dockerfile", (), "operator.txt", ("operator/vlm_operator",)),
+    "gateway": Image(
+        "worker/Dockerfile", ("--target", "gateway"), "gateway.txt", ("worker/vlm_worker",)
+    ),
+    "worker": Image(
+        "worker/Dockerfile",
+        ("--target", "worker"),
+        "worker-cuda.txt",
+        ("worker/vlm_worker", "kernels/vlm_kernels"),
+        (KERNELS,),
+    ),
+}
+ROLES = tuple(IMAGES)
 
 
 def name_of(role: str) -> str:
@@ -94,7 +118,9 @@ class Builder:
         image = f"{OURS}/{role}:{_full_key(role)}"
         if not self._built(role).exists():
             code = code_key()
-            self._bud(ROOT / role / "Dockerfile", image, ROOT)
+            build = IMAGES[role]
+            options = ("--build-arg", f"BASE={BASE}", *build.target)
+            self._bud(ROOT / build.dockerfile, image, ROOT, *options)
             self._built(role).write_text(code)
         return image
 
@@ -112,10 +138,10 @@ class Builder:
         """A file that records that the image is built, and from which code."""
         return self.folder / f"built-{role}-{_full_key(role)}"
 
-    def _bud(self, file: Path, image: str, context: Path | str) -> None:
+    def _bud(self, file: Path, image: str, context: Path | str, *options: str) -> None:
         """Build on the layers of earlier builds; each RUN in a chroot, there is no daemon."""
-        options = ("--layers", "--pull-never", "--isolation", "chroot")
-        command = [*self._buildah, "bud", *options, "-f", file, "-t", image, context]
+        how = ("--layers", "--pull-never", "--isolation", "chroot", *options)
+        command = [*self._buildah, "bud", *how, "-f", file, "-t", image, context]
         subprocess.run([*map(str, command)], check=True)
 
     def _run(self, *arguments: str) -> str:
@@ -171,7 +197,7 @@ def _layers() -> dict[str, bytes]:
         subprocess.run([*build, "--no-build-isolation", "-w", folder, ROOT], check=True)
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
-            return {role: _layer(PACKAGES[role], files) for role in ROLES}
+            return {role: _layer(image.packages, files) for role, image in IMAGES.items()}
 
 
 def _layer(packages: Iterable[str], files: zipfile.ZipFile) -> bytes:
@@ -214,16 +240,16 @@ def code_key() -> str:
     return _digest(
         _files(
             ROOT / "pyproject.toml",
-            *(ROOT / package for role in ROLES for package in PACKAGES[role]),
+            *(ROOT / package for image in IMAGES.values() for package in image.packages),
         )
     )
 
 
 def _full_key(role: str) -> str:
     """Name what a whole build is needed for."""
-    kernels = ROOT / "kernels/vlm_kernels/cpu"  # compiled in the image
-    lock = ROOT / "requirements" / f"{role}.txt"
-    return _digest(_files(ROOT / role / "Dockerfile", lock, HERE / "base.Containerfile", kernels))
+    image = IMAGES[role]
+    parts = [image.dockerfile, f"requirements/{image.lock}", *image.compiled]
+    return _digest(_files(HERE / "base.Containerfile", *(ROOT / part for part in parts)))
 
 
 def _files(*paths: Path) -> Iterable[bytes]:

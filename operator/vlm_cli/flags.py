@@ -49,6 +49,12 @@ WorkerImage = Annotated[
     str | None,
     typer.Option(metavar="IMAGE", help="The operator's default image; default: its own default."),
 ]
+GatewayImage = Annotated[
+    str | None,
+    typer.Option(
+        metavar="IMAGE", help="The operator's image of gateways; default: --worker-image."
+    ),
+]
 Url = Annotated[
     str | None,
     typer.Option(metavar="URL", help="An OpenAI API to ask, instead of a service's gateway."),

@@ -52,6 +52,7 @@ async def render(
         typer.Option("-f", "--filename", metavar="PATH", help="A file or folder; - reads stdin."),
     ],
     worker_image: flags.WorkerImage = None,
+    gateway_image: flags.GatewayImage = None,
     namespace: flags.Namespace = None,
 ) -> None:
     """Print the objects that the operator makes of a manifest, as YAML, without a cluster.
@@ -65,10 +66,11 @@ async def render(
     if not documents.services:
         raise CliError(f"there is no VLMService in {manifest}", "its kind is VLMService")
     try:
+        options = operator_options(worker_image, gateway_image)
         objects = [
             item
             for service in documents.services
-            for item in children(service, documents.node_classes, operator_options(worker_image))
+            for item in children(service, documents.node_classes, options)
         ]
     except SpecError as error:
         raise CliError(str(error), f"correct {manifest}") from error
@@ -142,5 +144,8 @@ def parse_service(item: Manifest, path: Path, namespace: str | None) -> VLMServi
         raise CliError(f"{path}: {error}") from error
 
 
-def operator_options(worker_image: str | None) -> Options:
-    return Options() if worker_image is None else Options(worker_image=worker_image)
+def operator_options(worker_image: str | None, gateway_image: str | None) -> Options:
+    return Options(
+        worker_image=Options.worker_image if worker_image is None else worker_image,
+        gateway_image=Options.gateway_image if gateway_image is None else gateway_image,
+    )

@@ -17,6 +17,7 @@ from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
+from vlm_operator.reconcile.decisions import Options
 from vlm_operator.state import DeploymentState, owned_by
 
 _ORDER = [*names.POOL_ROLES, Role.GATEWAY]
@@ -33,6 +34,7 @@ async def rollout_plan(
         Path | None, typer.Option("--to", metavar="FILE", help="The manifest to apply.")
     ] = None,
     worker_image: flags.WorkerImage = None,
+    gateway_image: flags.GatewayImage = None,
     namespace: flags.Namespace = None,
     output: flags.Output = Format.TABLE,
     kubeconfig: flags.Kubeconfig = None,
@@ -47,7 +49,7 @@ async def rollout_plan(
     if (old is None) != (new is None) or (old is None) == (name is None):
         raise typer.BadParameter("give the NAME of a service, or both --from and --to")
     if old is not None and new is not None:
-        _print_steps(old, new, worker_image=worker_image, output=output)
+        _print_steps(old, new, operator_options(worker_image, gateway_image), output=output)
         return
     assert name is not None
     async with open_cluster(kubeconfig, namespace, context) as access:
@@ -116,12 +118,12 @@ def _rollout_view(
     }
 
 
-def _print_steps(old: Path, new: Path, *, worker_image: str | None, output: Format) -> None:
+def _print_steps(old: Path, new: Path, options: Options, *, output: Format) -> None:
     before, after = read_documents(old), read_documents(new)
     first, second = before.service, after.service
     classes = {**before.node_classes, **after.node_classes}
     try:
-        rows = preview(first, second, classes, operator_options(worker_image))
+        rows = preview(first, second, classes, options)
     except SpecError as error:
         raise CliError(str(error), f"correct {new}") from error
     if output is not Format.TABLE:

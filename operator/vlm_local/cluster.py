@@ -20,6 +20,7 @@ STOP_SECONDS = 10
 INTERPRETER = sys.executable
 IMAGES: Mapping[str, Sequence[str]] = {
     "triptych/worker": (INTERPRETER, "-P", "-m", "vlm_worker"),
+    "triptych/gateway": (INTERPRETER, "-P", "-m", "vlm_worker"),
     "triptych/operator": (INTERPRETER, "-P", "-m", "vlm_operator"),
     "python": (INTERPRETER,),
 }

@@ -179,6 +179,7 @@ def _options(settings: Settings) -> Options:
     )
     return Options(
         worker_image=settings.worker_image,
+        gateway_image=settings.gateway_image,
         cluster_domain=settings.cluster_domain,
         spare_seconds=settings.spare_seconds,
         constants=CONSTANTS if file is None else parse_constants(file.read_text()),

@@ -23,6 +23,7 @@ class Settings:
     namespaces: tuple[str, ...] = ()
     kubeconfig: str | None = None
     worker_image: str = "localhost/triptych/worker:dev"
+    gateway_image: str = ""
     image_pull_policy: str = ""
     identity: str = "operator"
     lease_namespace: str = "triptych-system"
@@ -69,7 +70,9 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="namespace whose VLMServices are reconciled; repeatable; default: all")  # fmt: skip
     add("--kubeconfig", metavar="FILE", help="credentials; default: the pod's ServiceAccount")
     add("--worker-image", default=default.worker_image, metavar="IMAGE",
-        help="image of workers and gateways whose VLMService names none (%(default)s)")  # fmt: skip
+        help="image of workers whose VLMService names none (%(default)s)")  # fmt: skip
+    add("--gateway-image", default=default.gateway_image, metavar="IMAGE",
+        help="image of gateways whose VLMService names none; default: --worker-image")  # fmt: skip
     add("--image-pull-policy", default=default.image_pull_policy, metavar="POLICY",
         help="imagePullPolicy of every pod; default: that of Kubernetes")  # fmt: skip
     add("--worker-bind", default=default.worker_bind, metavar="ADDRESS",

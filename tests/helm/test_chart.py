@@ -98,11 +98,32 @@ def test_the_operator_accepts_its_command_line(helm: Helm, chart: str, values_fi
             "localhost/triptych/worker:0.1.0",
             "localhost/triptych/worker:9",
         )
+        assert read.gateway_image == read.worker_image.replace("worker", "gateway")
         assert read.api_server_ports == (443, 6443)
         assert (read.dns_namespace, read.dns_ports) == ("kube-system", (53,))
         assert read.lease_name == names.OPERATOR_LEASE
         assert deployment["spec"]["strategy"] == {"type": "Recreate"}
         assert {port["containerPort"] for port in container["ports"]} == {read.metrics_port}
+
+
+@pytest.mark.parametrize(
+    ("values", "image"),
+    [
+        ("workers.image.registry=r.io,workers.image.tag=2", "r.io/triptych/gateway:2"),
+        ("workers.image.digest=sha256:00", "localhost/triptych/gateway:0.1.0"),
+        ("gateways.image.registry=g.io,gateways.image.tag=3", "g.io/triptych/gateway:3"),
+        ("gateways.image.repository=triptych/worker", "localhost/triptych/worker:0.1.0"),
+    ],
+)
+def test_a_gateway_image_without_registry_or_tag_has_those_of_workers(
+    helm: Helm, chart: str, values: str, image: str
+) -> None:
+    values = values.replace("sha256:00", "sha256:" + "0" * 64)
+    deployment = one(
+        rendered(helm, chart, "--set-string", values), "Deployment", "triptych-operator"
+    )
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert settings.Settings.read(container["args"], {}).gateway_image == image
 
 
 def test_the_network_values_become_flags_of_the_operator(helm: Helm, chart: str) -> None:

@@ -68,6 +68,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{- /* The gateway's image: registry and tag are the worker's if it has none */ -}}
+{{- define "triptych.gatewayImage" -}}
+{{- $worker := .Values.workers.image -}}
+{{- $image := mergeOverwrite (deepCopy .Values.gateways.image) (dict
+      "registry" (default $worker.registry .Values.gateways.image.registry)
+      "tag" (default $worker.tag .Values.gateways.image.tag)) -}}
+{{- include "triptych.image" (dict "image" $image "chart" .Chart) -}}
+{{- end -}}
+
 {{- /* Rights of the operator in the namespaces that it watches. */ -}}
 {{- define "triptych.rules" -}}
 # what users write: read, our finalizer, status

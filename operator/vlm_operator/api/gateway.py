@@ -113,9 +113,9 @@ class Gateway(Model):
     )
     image: ImageName | None = field(
         None,
-        "Image of the gateway.",
-        example="ghcr.io/me/vlm-worker:1.0",
-        unset="spec.image",
+        "Image of the gateway. That of the workers contains the gateway too.",
+        example="ghcr.io/me/vlm-gateway:1.0",
+        unset="spec.image, else the operator's --gateway-image",
         restarts=Restarts.GATEWAY,
     )
     resources: ResourceRequirements = field(

@@ -69,8 +69,11 @@ def parse(body: Mapping[str, Any]) -> VLMService:
     )
 
 
-def resolve(service: VLMService, *, worker_image: str) -> VLMService:
-    """Fill in every default that is not a constant."""
+def resolve(service: VLMService, *, worker_image: str, gateway_image: str = "") -> VLMService:
+    """Fill in every default that is not a constant.
+
+    An empty `gateway_image` is the image of the workers, which contains the gateway too.
+    """
     spec = service.spec
     image = spec.image or worker_image
     pools = {
@@ -90,7 +93,9 @@ def resolve(service: VLMService, *, worker_image: str) -> VLMService:
             "image": image,
             "model": model,
             "pools": spec.pools.model_copy(update=pools),
-            "gateway": spec.gateway.model_copy(update={"image": spec.gateway.image or image}),
+            "gateway": spec.gateway.model_copy(
+                update={"image": spec.gateway.image or spec.image or gateway_image or image}
+            ),
         }
     )
     return service.model_copy(update={"spec": resolved})

@@ -150,7 +150,10 @@ def _deployment(
     notes: Mapping[str, str] | None = None,
     min_ready: int = 0,
 ) -> Manifest:
-    stored = json.dumps(dataclasses.asdict(revision.resolved), sort_keys=True)
+    resolved = dataclasses.asdict(revision.resolved)
+    if resolved["gateway_image"] is None:  # as versions without this field wrote it
+        del resolved["gateway_image"]
+    stored = json.dumps(resolved, sort_keys=True)
     annotations = {ANNOTATION_INPUTS: revision.inputs, ANNOTATION_RESOLVED: stored}
     return {
         "apiVersion": DEPLOYMENT.api_version,

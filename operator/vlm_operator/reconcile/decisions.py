@@ -36,6 +36,7 @@ from vlm_operator.state import DeploymentState, Key, Observed, Revision
 @dataclasses.dataclass(frozen=True)
 class Options:
     worker_image: str = "triptych/worker:dev"
+    gateway_image: str = ""  # empty: the worker's
     cluster_domain: str = "cluster.local"
     plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
     spare_seconds: float = 120.0  # a new pod without a node for longer has no capacity
@@ -106,7 +107,12 @@ def plan_turn(
     """
     deployments = observed.deployments()
     placed = place(written, observed.node_classes)
-    service, shared = keep_defaults(placed, deployments, worker_image=options.worker_image)
+    service, shared = keep_defaults(
+        placed,
+        deployments,
+        worker_image=options.worker_image,
+        gateway_image=options.gateway_image,
+    )
     images = options.plan.images
     revisions = current_revisions(
         service, shared, deployments, pull_policy=images.pull_policy, bind=images.bind

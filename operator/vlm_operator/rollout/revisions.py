@@ -31,6 +31,7 @@ _STORED_NAMES = {
     "extraArgs": "args",
 }
 """Renamed fields, with the names from which the digests of live Deployments were computed."""
+_RESOLVED_FIELDS = frozenset(field.name for field in dataclasses.fields(Resolved))
 _EMPTY_OVERLAY: dict[str, Any] = {
     "labels": {},
     "annotations": {},
@@ -42,25 +43,37 @@ _EMPTY_OVERLAY: dict[str, Any] = {
 
 
 def keep_defaults(
-    written: VLMService, deployments: Iterable[DeploymentState], *, worker_image: str
+    written: VLMService,
+    deployments: Iterable[DeploymentState],
+    *,
+    worker_image: str,
+    gateway_image: str = "",
 ) -> tuple[VLMService, Resolved]:
     """Fill in a service's defaults: those of its live pods, or the operator's current ones.
 
     Returns:
         The service with every default filled in, and the values that all its pods share.
     """
-    service = resolve(written, worker_image=worker_image)
+    service = resolve(written, worker_image=worker_image, gateway_image=gateway_image)
     base = _digest("", _base_inputs(written, service))
     for deployment in deployments:
         stored = _read(deployment)
         if stored is not None and stored.base == base:
-            return resolve(written, worker_image=stored.image), stored
+            kept = resolve(
+                written, worker_image=stored.image, gateway_image=stored.gateway_image or ""
+            )
+            return kept, stored
     block_size = service.spec.model.block_size_tokens
     assert block_size is not None, "resolve fills it in"
     images = {role.value: pool.image for role, pool in service.spec.pools.present.items()}
     compat = _digest(base, {"images": images, "blockSize": block_size})
     return service, Resolved(
-        base=base, image=worker_image, block_size=block_size, compat=compat, drain_seconds=0
+        base=base,
+        image=worker_image,
+        block_size=block_size,
+        compat=compat,
+        drain_seconds=0,
+        gateway_image=gateway_image or None,
     )
 
 
@@ -141,10 +154,14 @@ def _settings_of(deployment: DeploymentState, stored: Resolved) -> Resolved:
 
 
 def _read(deployment: DeploymentState) -> Resolved | None:
-    """Read the `resolved` annotation of a Deployment; None if it is malformed."""
+    """Read the `resolved` annotation of a Deployment; None if it is malformed.
+
+    Fields that a later version added are ignored, so that a rollback of the operator keeps values.
+    """
     try:
-        return Resolved(**json.loads(deployment.resolved))
-    except (ValueError, TypeError):
+        stored = json.loads(deployment.resolved)
+        return Resolved(**{name: stored[name] for name in stored.keys() & _RESOLVED_FIELDS})
+    except (ValueError, TypeError, AttributeError):
         return None
 
 

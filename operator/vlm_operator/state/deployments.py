@@ -43,6 +43,7 @@ class Resolved:
         pull_policy: imagePullPolicy from the operator's settings; "" leaves Kubernetes' default.
             None: a Deployment of version 0.1, which stored neither this field nor `bind`.
         bind: listen address of the pods, from the operator's settings.
+        gateway_image: image of the gateway if its spec names none; None: `image`.
     """
 
     base: str
@@ -53,6 +54,7 @@ class Resolved:
     template: int = 2
     pull_policy: str | None = None
     bind: str | None = None
+    gateway_image: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -205,10 +205,42 @@ def test_an_operator_with_another_default_image_restarts_nothing():
     world = World(worker_image="worker:1")
     world.converge()
     before = world.snapshot()
-    world.loop = world.new_loop(options=Options(worker_image="worker:2"))
+    for later in (
+        Options(worker_image="worker:2"),
+        Options(worker_image="worker:1", gateway_image="gateway:1"),
+    ):
+        world.loop = world.new_loop(options=later)
+        world.turn()
+        world.turn()
+        assert world.snapshot() == before
+
+
+def test_an_operator_with_another_gateway_image_restarts_nothing():
+    world = World(worker_image="worker:1", gateway_image="gateway:1")
+    world.converge()
+    images = {role: image_of(world, role) for role in (names.Role.GATEWAY, names.Role.DECODE)}
+    assert images == {names.Role.GATEWAY: "gateway:1", names.Role.DECODE: "worker:1"}
+    before = world.snapshot()
+    world.loop = world.new_loop(options=Options(worker_image="worker:1", gateway_image="gateway:2"))
     world.turn()
     world.turn()
     assert world.snapshot() == before
+
+
+def test_a_service_image_is_that_of_its_gateway_too():
+    world = World(body({"image": "mine:1"}), gateway_image="gateway:1")
+    world.converge()
+    assert image_of(world, names.Role.GATEWAY) == image_of(world, names.Role.DECODE) == "mine:1"
+
+
+def image_of(world: World, role: names.Role) -> str:
+    (deployment,) = (
+        item
+        for item in world.cluster.all(DEPLOYMENT)
+        if item["metadata"]["labels"][names.LABEL_ROLE] == role
+    )
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return container["image"]
 
 
 def test_a_longer_drain_timeout_restarts_nothing():

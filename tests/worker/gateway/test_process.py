@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -26,11 +27,33 @@ COMMAND = (
 )
 
 
-async def start(*args: str) -> asyncio.subprocess.Process:
+ROOT = Path(__file__).parents[3]
+AS_IN_ITS_IMAGE = """
+import importlib.metadata, re, runpy, sys
+lock = open(sys.argv.pop(1)).read()
+locked = {re.sub("[-_.]+", "-", name) for name in re.findall(r"(?m)^([\\w.-]+)==", lock)}
+installed = {
+    module
+    for module, owners in importlib.metadata.packages_distributions().items()
+    if not {re.sub("[-_.]+", "-", owner.lower()) for owner in owners} & {*locked, "triptych"}
+}
+class OnlyLocked:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in installed or name == "vlm_kernels":
+            raise ModuleNotFoundError(f"the gateway's image has no {name}", name=name)
+sys.meta_path.insert(0, OnlyLocked)
+runpy.run_module("vlm_worker", run_name="__main__", alter_sys=True)
+"""
+
+
+async def start(
+    *args: str, how: Sequence[str] = ("-m", "vlm_worker")
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *tied([sys.executable, "-m", "vlm_worker", *COMMAND, *args]),
+        *tied([sys.executable, *how, *COMMAND, *args]),
         stderr=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[3] / "worker",
+        cwd=ROOT / "worker",
     )
 
 
@@ -44,22 +67,32 @@ async def until_logged(process: asyncio.subprocess.Process, message: str) -> dic
     raise AssertionError(f"it ended before it logged {message!r}")
 
 
-async def test_it_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, vlm_worker.gateway.gateway_server; print(*sys.modules)"
+async def test_each_of_its_modules_can_be_imported_in_its_image() -> None:
+    code = AS_IN_ITS_IMAGE.rpartition("runpy.run_module")[0] + (
+        "import importlib, pkgutil, vlm_worker.gateway as gateway\n"
+        "for module in pkgutil.walk_packages(gateway.__path__, 'vlm_worker.gateway.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "import vlm_worker.serve.gateway, huggingface_hub, kubernetes.aio\n"
+        "print(*sys.modules)\n"
+    )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[3] / "worker",
+        sys.executable, "-c", code, str(ROOT / "requirements/gateway.txt"),
+        stdout=asyncio.subprocess.PIPE, cwd=ROOT / "worker",
     )  # fmt: skip
     out, _ = await process.communicate()
     loaded = out.decode().split()
-    assert "starlette" in loaded
-    assert not {"torch", "transformers", "vlm_worker.engine", "vlm_worker.model"} & set(loaded)
+    assert {"starlette", "kubernetes", "vlm_worker.gateway.discovery"} <= set(loaded)
+    assert not {"torch", "transformers", "vlm_kernels", "vlm_worker.engine"} & set(loaded)
 
 
-async def test_a_request_is_served_and_sigterm_ends_it_with_0() -> None:
+async def test_in_its_image_it_serves_a_request_and_sigterm_ends_it_with_0() -> None:
     async with stack(*COLOCATED) as served:
         (worker,) = served.workers
-        process = await start(f"--worker={worker.address}", "--drain-timeout-seconds=5")
+        process = await start(
+            f"--worker={worker.address}",
+            "--drain-timeout-seconds=5",
+            how=("-c", AS_IN_ITS_IMAGE, str(ROOT / "requirements/gateway.txt")),
+        )
         try:
             url = (await until_logged(process, "gateway serves"))["url"]
             await until_logged(process, "worker found")
