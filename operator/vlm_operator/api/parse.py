@@ -70,10 +70,7 @@ def parse(body: Mapping[str, Any]) -> VLMService:
 
 
 def resolve(service: VLMService, *, worker_image: str, gateway_image: str = "") -> VLMService:
-    """Fill in every default that is not a constant.
-
-    An empty `gateway_image` is the image of the workers, which contains the gateway too.
-    """
+    """Fill in every default that is not a constant; an empty `gateway_image` is the worker's."""
     spec = service.spec
     image = spec.image or worker_image
     pools = {

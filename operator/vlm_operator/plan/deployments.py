@@ -6,7 +6,6 @@ Of a Deployment of an older revision, only replicas and annotations of the rollo
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 
 from vlm_operator import names
@@ -150,11 +149,10 @@ def _deployment(
     notes: Mapping[str, str] | None = None,
     min_ready: int = 0,
 ) -> Manifest:
-    resolved = dataclasses.asdict(revision.resolved)
-    if resolved["gateway_image"] is None:  # as versions without this field wrote it
-        del resolved["gateway_image"]
-    stored = json.dumps(resolved, sort_keys=True)
-    annotations = {ANNOTATION_INPUTS: revision.inputs, ANNOTATION_RESOLVED: stored}
+    annotations = {
+        ANNOTATION_INPUTS: revision.inputs,
+        ANNOTATION_RESOLVED: revision.resolved.text(),
+    }
     return {
         "apiVersion": DEPLOYMENT.api_version,
         "kind": DEPLOYMENT.kind,

@@ -107,12 +107,8 @@ def plan_turn(
     """
     deployments = observed.deployments()
     placed = place(written, observed.node_classes)
-    service, shared = keep_defaults(
-        placed,
-        deployments,
-        worker_image=options.worker_image,
-        gateway_image=options.gateway_image,
-    )
+    worker, gateway = options.worker_image, options.gateway_image
+    service, shared = keep_defaults(placed, deployments, worker_image=worker, gateway_image=gateway)
     images = options.plan.images
     revisions = current_revisions(
         service, shared, deployments, pull_policy=images.pull_policy, bind=images.bind

@@ -31,7 +31,6 @@ _STORED_NAMES = {
     "extraArgs": "args",
 }
 """Renamed fields, with the names from which the digests of live Deployments were computed."""
-_RESOLVED_FIELDS = frozenset(field.name for field in dataclasses.fields(Resolved))
 _EMPTY_OVERLAY: dict[str, Any] = {
     "labels": {},
     "annotations": {},
@@ -57,7 +56,7 @@ def keep_defaults(
     service = resolve(written, worker_image=worker_image, gateway_image=gateway_image)
     base = _digest("", _base_inputs(written, service))
     for deployment in deployments:
-        stored = _read(deployment)
+        stored = Resolved.parse(deployment.resolved)
         if stored is not None and stored.base == base:
             kept = resolve(
                 written, worker_image=stored.image, gateway_image=stored.gateway_image or ""
@@ -135,7 +134,7 @@ def _revision(
 ) -> Revision:
     for deployment in live:
         same = (deployment.role, deployment.variant, deployment.inputs) == (role, variant, inputs)
-        stored = _read(deployment)
+        stored = Resolved.parse(deployment.resolved)
         if same and stored is not None:
             kept = _settings_of(deployment, stored)
             return Revision(role, variant, deployment.revision, inputs, kept)
@@ -151,18 +150,6 @@ def _settings_of(deployment: DeploymentState, stored: Resolved) -> Resolved:
         pull_policy=deployment.pull_policy if stored.pull_policy is None else stored.pull_policy,
         bind=deployment.bind if stored.bind is None else stored.bind,
     )
-
-
-def _read(deployment: DeploymentState) -> Resolved | None:
-    """Read the `resolved` annotation of a Deployment; None if it is malformed.
-
-    Fields that a later version added are ignored, so that a rollback of the operator keeps values.
-    """
-    try:
-        stored = json.loads(deployment.resolved)
-        return Resolved(**{name: stored[name] for name in stored.keys() & _RESOLVED_FIELDS})
-    except (ValueError, TypeError, AttributeError):
-        return None
 
 
 def _base_inputs(written: VLMService, service: VLMService) -> dict[str, Any]:
@@ -233,5 +220,5 @@ def drain_seconds(deployment: DeploymentState, pool: Pool | None) -> float:
     """
     if pool is not None:
         return float(pool.drain.timeout_seconds)
-    stored = _read(deployment)
+    stored = Resolved.parse(deployment.resolved)
     return float(stored.drain_seconds if stored is not None else Drain().timeout_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
 from vlm_operator import names
@@ -55,6 +56,26 @@ class Resolved:
     pull_policy: str | None = None
     bind: str | None = None
     gateway_image: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Resolved | None:
+        """Read the annotation of a Deployment; None if it is malformed.
+
+        Fields that a later version added are ignored: a rollback of the operator keeps the others.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        try:
+            stored = json.loads(text)
+            return cls(**{name: stored[name] for name in stored.keys() & known})
+        except (ValueError, TypeError, AttributeError):
+            return None
+
+    def text(self) -> str:
+        """Return the annotation of a Deployment, as versions without `gateway_image` wrote it."""
+        values = dataclasses.asdict(self)
+        if self.gateway_image is None:
+            del values["gateway_image"]
+        return json.dumps(values, sort_keys=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 
 import pytest
 
@@ -19,6 +20,7 @@ from vlm_operator.cluster import (
     VLM_SERVICE,
 )
 from vlm_operator.reconcile.decisions import Options
+from vlm_operator.state import Resolved
 
 
 def test_a_new_service_gets_everything_it_needs():
@@ -315,3 +317,11 @@ def test_a_service_that_is_gone_is_ignored():
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
     world.turn()
     assert world.cluster.writes == []
+
+
+def test_an_annotation_of_a_later_version_is_read_without_its_new_fields():
+    stored = Resolved("b", "worker:1", 64, "c", 5, gateway_image="gateway:1")
+    later = stored.text().replace('"base"', '"later": 1, "base"')
+    assert Resolved.parse(later) == Resolved.parse(stored.text()) == stored
+    assert "gateway_image" not in dataclasses.replace(stored, gateway_image=None).text()
+    assert [Resolved.parse(text) for text in ("", "[]", "1", '{"base": 1}')] == [None] * 4
