@@ -10,8 +10,8 @@ compile() {
 }
 locks=requirements
 compile pyproject.toml $locks/build.in --extra operator -o $locks/operator.txt
-compile pyproject.toml $locks/build.in --extra gateway --extra worker -o $locks/worker-cuda.txt
-compile pyproject.toml $locks/build.in --extra gateway -c $locks/worker-cuda.txt -o $locks/gateway.txt
-compile pyproject.toml $locks/build.in $locks/dev.in --extra operator --extra cli --extra gateway --extra worker -o $locks/dev.txt
+compile pyproject.toml $locks/build.in --extra gateway --extra worker --extra tracing -o $locks/worker-cuda.txt
+compile pyproject.toml $locks/build.in --extra gateway --extra tracing -c $locks/worker-cuda.txt -o $locks/gateway.txt
+compile pyproject.toml $locks/build.in $locks/dev.in --extra operator --extra cli --extra gateway --extra worker --extra tracing -o $locks/dev.txt
 # torch for CPUs is not on PyPI: its hashes are in worker-cpu.in, the rest is that of CUDA
 python3 tools/cpu_lock.py $locks/worker-cuda.txt $locks/worker-cpu.in $locks/worker-cpu.txt

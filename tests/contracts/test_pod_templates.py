@@ -29,10 +29,11 @@ FIX = (
 
 
 def planned() -> TurnPlan:
-    """The first turn of the maximal service, without changes of the user to the pod template."""
+    """The first turn of the maximal service, without what only its user adds to the template."""
     manifest = copy.deepcopy(yaml.safe_load(MAXIMAL.read_text()))
     manifest["metadata"]["namespace"] = "ns"
     manifest["spec"]["stopped"] = False
+    manifest["spec"].pop("tracing")
     for pool in manifest["spec"]["pools"].values():
         pool.pop("podTemplate", None)
     classes = {"gpu-l40s": NodeClassState("gpu-l40s", accelerator="nvidia.com/gpu", accelerators=1)}

@@ -52,6 +52,7 @@ SETTLED = {
     "spec.gateway.clientPriority": Restarts.GATEWAY,
     "spec.gateway.podTemplate": Restarts.GATEWAY,
     "spec.transfer": Restarts.PODS,
+    "spec.tracing": Restarts.PODS,
 }
 
 
@@ -130,5 +131,5 @@ def candidates(row: Row) -> list[Any]:
     if isinstance(example, int):
         return [example, example + 1, example - 1]
     if isinstance(example, str):
-        return [example, example + "x", "2"]
+        return [example, example + "x", "2", example + "/x"]
     return [example, [], {}]

@@ -16,7 +16,10 @@ OWNED_ARGS = (
     "--kv-reserve-percent", "--max-model-len", "--drain-timeout-seconds", "--compat",
     "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
 )  # fmt: skip
-OWNED_ENV = ("POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME")
+OWNED_ENV = (
+    "POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME",
+    "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER_ARG",  # of spec.tracing
+)  # fmt: skip
 OWNED_ENV_PREFIX = "TRIPTYCH_"
 
 EnvName = Annotated[str, Field(max_length=128, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]

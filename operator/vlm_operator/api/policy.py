@@ -1,4 +1,4 @@
-"""Settings of a whole service: SLO, budget, autoscaling, admission, transfer, rollout."""
+"""Settings of a whole service: SLO, budget, autoscaling, transfer, rollout, tracing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from vlm_operator.api.base import Model, Quantity, Rule, field, not_built
+from vlm_operator.api.base import Model, Quantity, Rule, field, not_built, shaped
 from vlm_operator.api.enums import (
     AutoscalingPolicy,
     MissingMetrics,
@@ -21,6 +21,12 @@ from vlm_operator.names import POOL_ROLES, Role
 
 PoolRole = Annotated[Role, Field(json_schema_extra={"enum": [str(role) for role in POOL_ROLES]})]
 Milliseconds = Annotated[int, Field(ge=1, le=3_600_000)]
+_COLLECTOR = r"^https?://([-A-Za-z0-9.]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[^ ]*)?$"
+Collector = Annotated[
+    str,
+    Field(max_length=512, pattern=_COLLECTOR),
+    shaped("collector", _COLLECTOR, "must be http:// or https://, a host, and a port"),
+]
 
 
 class SloOverride(Model):
@@ -223,4 +229,18 @@ class Rollout(Model):
         "or wait.",
         example="Wait",
         unset="DrainFirst, but for the last ready pod of a pool",
+    )
+
+
+class Tracing(Model):
+    """OpenTelemetry spans of requests."""
+
+    endpoint: Collector = field(
+        ...,
+        "URL of a collector that takes OTLP over HTTP; NetworkPolicies allow its port, which must "
+        "be the port of its pods.",
+        example="http://collector.observability:4318",
+    )
+    sample_percent: Annotated[int, Field(ge=0, le=100)] = field(
+        100, "Percent of the requests that are traced; all pods trace the same ones.", example=5
     )

@@ -14,6 +14,7 @@ from vlm_operator.api.policy import (
     PoolRatio,
     Rollout,
     Slo,
+    Tracing,
     Transfer,
 )
 from vlm_operator.api.pool import Pools
@@ -82,6 +83,9 @@ class VLMServiceSpec(Model):
     )
     rollout: Rollout = field(
         Rollout(), "How a new revision replaces the old one.", restarts=Restarts.NONE
+    )
+    tracing: Tracing | None = field(
+        None, "Spans of requests over all pods.", unset="no spans", restarts=Restarts.PODS
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -3,12 +3,15 @@
 client ─8000─▶ gateway ─9000─▶ encoder, prefill, decode        operator ─9001─▶ all
                gateway ─443──▶ API server                       prefill ─9000─▶ encoder
                all ─53─▶ DNS                                     decode ─9000─▶ prefill, encoder
+               all ───▶ the collector of spec.tracing
 """
 
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from typing import Any
+from urllib.parse import urlsplit
 
 from vlm_operator import names
 from vlm_operator.api import VLMService
@@ -117,7 +120,23 @@ def _egress(
         if network.model_sources:
             blocks = [{"ipBlock": {"cidr": cidr}} for cidr in network.model_sources]
             rules.append({"to": blocks})
+    if service.spec.tracing is not None:
+        rules.append(_collector(service.spec.tracing.endpoint))
     return rules
+
+
+def _collector(url: str) -> Rule:
+    """Return the rule for a collector: of a namespace, of an address, or else of any address."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    rule: Rule = {"ports": [_tcp(parts.port or (443 if parts.scheme == "https" else 80))]}
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        labels = host.split(".")  # NAME.NAMESPACE, NAME.NAMESPACE.svc, NAME.NAMESPACE.svc.DOMAIN
+        in_cluster = len(labels) == 2 or labels[2:3] == ["svc"]
+        return {"to": [_namespace(labels[1])], **rule} if in_cluster else rule
+    return {"to": [{"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}}], **rule}
 
 
 def _transfers(flows: list[tuple[Role, Role]]) -> list[tuple[Role, Role]]:

@@ -71,7 +71,7 @@ def labels(service: VLMService, revision: Revision) -> dict[str, str]:
 
 
 def environment(service: VLMService, revision: Revision) -> list[Part]:
-    """Return variables from the downward API, and service, role, variant and revision."""
+    """Return variables from the downward API, the pod's place in the service, and the collector."""
     fields = {
         "POD_NAME": "metadata.name",
         "POD_UID": "metadata.uid",
@@ -89,7 +89,14 @@ def environment(service: VLMService, revision: Revision) -> list[Part]:
         "TRIPTYCH_VARIANT": revision.variant,
         "TRIPTYCH_REVISION": revision.id,
     }
-    return variables + [{"name": name, "value": value} for name, value in identity.items()]
+    found = variables + [{"name": name, "value": value} for name, value in identity.items()]
+    tracing = service.spec.tracing
+    if tracing is not None:  # the names are OpenTelemetry's
+        found += [
+            {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": tracing.endpoint},
+            {"name": "OTEL_TRACES_SAMPLER_ARG", "value": f"{tracing.sample_percent / 100:.6g}"},
+        ]
+    return found
 
 
 def model_mount(service: VLMService) -> ModelMount:

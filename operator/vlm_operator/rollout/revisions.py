@@ -167,6 +167,7 @@ def _base_inputs(written: VLMService, service: VLMService) -> dict[str, Any]:
         "blockSize": service.spec.model.block_size_tokens,
         "pullSecrets": [item.name for item in spec.image_pull_secrets],
         "transfer": spec.transfer.to_dict(),
+        **({} if spec.tracing is None else {"tracing": spec.tracing.to_dict()}),
     }
 
 

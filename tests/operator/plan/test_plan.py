@@ -13,7 +13,7 @@ from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import CHILD_KINDS, Manifest
 from vlm_operator.names import Role
 from vlm_operator.reconcile.decisions import Options, TurnPlan, plan_turn
-from vlm_operator.state import DeploymentState
+from vlm_operator.state import DeploymentState, Resolved
 
 
 def turn_plan(manifest: Manifest, observed: Any = None) -> TurnPlan:
@@ -130,4 +130,4 @@ def test_what_a_revision_settled_is_read_back_from_its_deployment():
     state = DeploymentState.of(deployment)
     revision = found.revisions[Role.DECODE, "default"]
     assert state.revision == revision.id
-    assert json.loads(state.resolved) == dataclasses.asdict(revision.resolved)
+    assert Resolved.parse(state.resolved) == revision.resolved

@@ -182,3 +182,43 @@ def test_a_hub_model_may_come_from_the_internet_of_both_families_and_from_named_
 
 def test_a_cluster_may_go_without_policies():
     assert network_policies(service(body()), Network(OPERATOR, policies=False)) == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "reached", "refused"),
+    [
+        (
+            "http://otel.observability:4318",
+            [("observability", "10.1.9.1", 4318)],
+            [("x", "10.1.9.2", 4318)],
+        ),
+        (
+            "http://otel.observability.svc.corp.local",
+            [("observability", "10.1.9.1", 80)],
+            [("svc", "10.1.9.2", 80)],
+        ),
+        ("https://otel.example.com/v1", [("", "93.184.216.34", 443)], [("", "93.184.216.34", 80)]),
+        ("http://10.9.0.7:4318", [("", "10.9.0.7", 4318)], [("", "10.9.0.8", 4318)]),
+        ("http://[fd00:9::1]:4318", [("", "fd00:9::1", 4318)], [("", "fd00:9::2", 4318)]),
+    ],
+)
+def test_all_pods_reach_the_collector_of_their_spans(url, reached, refused):
+    plain = {"model": {"uri": "pvc://shapes"}}
+    with_spans = {**plain, "tracing": {"endpoint": url}}
+    before, after = (
+        {
+            str(role): rule
+            for role, rule in network_policies(
+                service(body(spec, decode=pool())), Network(OPERATOR)
+            ).items()
+        }
+        for spec in (plain, with_spans)
+    )
+    for role in ("decode", "gateway"):
+        for namespace, address, port in reached:
+            end = End("collector", {}, namespace, address)
+            assert allowed(after, pod(role), end, port)
+            if role == "decode" or port != 443:  # the gateway reaches the API server's port
+                assert not allowed(before, pod(role), end, port)
+        for namespace, address, port in refused:
+            assert not allowed(after, pod(role), End("other", {}, namespace, address), port)

@@ -190,3 +190,14 @@ def test_a_start_may_take_as_long_as_the_model_says(seconds: int | None, failure
     for template in templates(body({"model": model}, decode=pool())).values():
         probe = template["spec"]["containers"][0]["startupProbe"]
         assert probe["periodSeconds"] * probe["failureThreshold"] == failures
+
+
+def test_all_pods_of_a_traced_service_name_its_collector():
+    spec = {"tracing": {"endpoint": "http://collector.observability:4318", "samplePercent": 2}}
+    for template in templates(body(spec)).values():
+        (container,) = template["spec"]["containers"]
+        env = {item["name"]: item.get("value") for item in container["env"]}
+        assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector.observability:4318"
+        assert env["OTEL_TRACES_SAMPLER_ARG"] == "0.02"
+    for template in templates(body()).values():
+        assert "OTEL" not in str(template)

@@ -28,7 +28,7 @@ _QUANTITIES = ("1", "2", "500m", "0.5", "1Gi", "24.50", "1e3", 3)
 _BYTES = tuple(item for item in _QUANTITIES if item != "500m")
 _COUNTS = ("1", 2, "25%", "100%")
 _NAMES = ("a", "b-1", "shapes")
-_TEXT = ("", "x", "a b", "ü", "--max-num-seqs=8")
+_TEXT = ("", "x", "a b", "ü", "--max-num-seqs=8", "http://collector.b-1:4318")
 _FEW = 2  # entries of a drawn list or map: more of the same shows nothing
 NODE_CLASSES = _NAMES[:2]  # of the names that a spec may refer to, those worth making
 

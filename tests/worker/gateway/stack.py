@@ -73,6 +73,7 @@ async def started(
     *,
     drain_timeout: float = 5.0,
     runner: str = "checksum",
+    trace_ratio: float = 0.0,
     **delays: float,
 ) -> AsyncIterator[Worker]:
     """A worker that is ready."""
@@ -89,6 +90,7 @@ async def started(
         drain_timeout_seconds=drain_timeout,
         delays=delays,
         runner=runner,
+        trace_ratio=trace_ratio,
     )
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with worker(settings, stopping=never) as server:
@@ -157,6 +159,7 @@ async def stack(
     worker_delays: dict[str, float] | None = None,
     one_process: bool = False,
     runner: str = "checksum",
+    trace_ratio: float = 0.0,
     **changes: object,
 ) -> AsyncIterator[Stack]:
     """A gateway before workers of these roles and stages; all torn down in the end.
@@ -167,13 +170,20 @@ async def stack(
         workers = await asyncio.gather(
             *(
                 exits.enter_async_context(
-                    started(role, stages, runner=runner, **(worker_delays or {}))
+                    started(
+                        role,
+                        stages,
+                        runner=runner,
+                        trace_ratio=trace_ratio,
+                        **(worker_delays or {}),
+                    )
                 )
                 for role, stages in plans
             )
         )
         connect = workers[0].server.connect if one_process else WorkerClient
-        async with serving(gateway_settings(workers, **changes), connect) as gateway:
+        settings = gateway_settings(workers, trace_ratio=trace_ratio, **changes)
+        async with serving(settings, connect) as gateway:
             yield Stack(list(workers), gateway)
 
 

@@ -20,6 +20,7 @@ from vlm_worker.gateway.request_preparation import Preparer
 from vlm_worker.route import missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor
+from vlm_worker.telemetry import SpanExporter
 from vlm_worker.types import Role, Stage
 
 TICK_SECONDS = 1.0
@@ -67,6 +68,11 @@ class GatewayContext:
             salts=Salts(settings.served_name, lambda: self.config_watcher.now.keys),
             any_priority=settings.any_priority,
         )
+        self.tracer: SpanExporter | None = None
+        if settings.trace_ratio:
+            from vlm_worker.tracing import Tracer
+
+            self.tracer = Tracer(settings.identity, Role.GATEWAY, ratio=settings.trace_ratio)
         self.boot_id = secrets.token_hex(16)
         self.started = clock()
         self.created = int(time.time())

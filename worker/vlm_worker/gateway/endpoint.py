@@ -51,6 +51,7 @@ from vlm_worker.gateway.responses import (
     Send,
     Usage,
 )
+from vlm_worker.telemetry import REQUEST_ID, Span
 from vlm_worker.types import Modality, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class _Exchange:
     request_id: str
     tenant: str
     client_request_id: str
+    traceparent: str
     held: MemoryReservation
     arrived: float
     outcome: str = "error"
@@ -87,10 +89,12 @@ class Endpoint:
             state["request_id"],
             state["tenant"],
             state["client_request_id"],
+            state["traceparent"],
             self._context.hold_memory(state["tenant"]),
             arrived=self._context.clock(),
         )
         response = Response(send)
+        REQUEST_ID.set(exchange.request_id)
         self._context.enter()
         try:
             await self._exchange(exchange, scope, receive, response)
@@ -219,6 +223,34 @@ class Endpoint:
                 "ttft_seconds": ttft,
                 "labels": options.logged if options else {},
             },
+        )
+        if self._context.tracer is not None:
+            self._context.tracer.request(exchange.request_id, self._span(exchange, ttft))
+
+    def _span(self, exchange: _Exchange, ttft: float | None) -> Span:
+        """The root span of a request that ends now, with OpenTelemetry's names for its facts."""
+        trace, choices, options = exchange.trace, exchange.choices, exchange.options
+        operation = "chat" if self._kind == "chat" else "text_completion"
+        facts: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": options.model if options else None,
+            "gen_ai.usage.output_tokens": choices.num_output_tokens if choices else None,
+            "triptych.request_id": exchange.request_id,
+            "triptych.client_request_id": exchange.client_request_id or None,
+            "triptych.tenant": exchange.tenant or None,
+            "triptych.outcome": exchange.outcome,
+            "triptych.retries": choices.num_retries if choices else None,
+            "triptych.ttft_seconds": ttft,
+        }
+        stages = trace.own_spans if trace is not None else ()
+        return Span(
+            f"{operation} {options.model}" if options else operation,
+            exchange.arrived,
+            self._context.clock(),
+            {name: fact for name, fact in facts.items() if fact is not None},
+            tuple(Span(stage.stage, stage.start, stage.end) for stage in stages),
+            error=exchange.reason,
+            link=exchange.traceparent,
         )
 
 

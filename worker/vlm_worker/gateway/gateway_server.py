@@ -147,6 +147,8 @@ async def running(
         finally:
             await tasks.close()
             await context.registry.close()
+            if context.tracer is not None:
+                await asyncio.to_thread(context.tracer.close)
 
 
 async def serve_gateway(

@@ -89,6 +89,7 @@ class AuthMiddleware:
             request_id=request_id,
             tenant=tenant,
             client_request_id=client_id if _SAFE_ID.fullmatch(client_id) else "",
+            traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
         )
         await self._app(scope, receive, send_with_id)
 

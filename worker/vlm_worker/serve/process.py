@@ -24,11 +24,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from vlm_worker.telemetry import REQUEST_ID
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, logger, message, then the extra fields and the traceback."""
+    """Time, level, logger, message, request id, then the extra fields and the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -37,6 +39,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if request_id := REQUEST_ID.get():
+            fields["request_id"] = request_id
         fields |= {k: v for k, v in vars(record).items() if k not in _STANDARD}
         if record.exc_info and record.exc_info[1] is not None:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))

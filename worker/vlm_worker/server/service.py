@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
@@ -31,6 +32,7 @@ from vlm_worker.roles.registry import FETCHED_FROM, ROLES
 from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import WorkerState
 from vlm_worker.settings.timers import Timers
+from vlm_worker.telemetry import CALL, REQUEST_ID, SpanExporter, WorkerCall
 from vlm_worker.types import Stage
 from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
@@ -49,7 +51,8 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class Service:
     """All services of one process. `components` is set when the model is loaded.
 
-    `live` counts the calls in flight, by name. A fetch over gRPC sends `data_port` to its consumer,
+    `live` counts the calls in flight, by name. `tracer` exports spans; None without a collector. A
+    fetch over gRPC sends `data_port` to its consumer,
     for later fetches; 0 = no data port.
     """
 
@@ -58,6 +61,7 @@ class Service:
         self.components: WorkerComponents | None = None
         self.data_port = 0
         self.live: Counter[str] = Counter()
+        self.tracer: SpanExporter | None = None
 
     def handlers(self) -> tuple[Any, ...]:
         """The argument of `grpc.aio.Server.add_generic_rpc_handlers`."""
@@ -76,10 +80,12 @@ class Service:
 
     async def decode(self, call: DecodeCall, deliver: Callable[[Reply[DecodeEvent]], None]) -> None:
         """Run a Decode for a gateway in this process, with the same counts as over gRPC."""
+        traced = WorkerCall.begin(call.request.key)
         with self._counted("Decode"):
             role = self._ready().role(Stage.DECODE)
             async with aclosing(role.decode(call, CallTimer())) as replies:
                 async for reply in replies:
+                    traced.report(reply.spans)
                     deliver(reply)
 
     def _with_status(self, method: Method, handler: Handler) -> Handler:
@@ -96,7 +102,7 @@ class Service:
 
     @contextlib.contextmanager
     def _counted(self, name: str) -> Iterator[None]:
-        """Count a call while it is in flight, and its outcome."""
+        """Count a call while it is in flight. At its end count, log and trace its outcome."""
         counted = name == "Encode" or any(name in role.rpcs for role in ROLES.values())
         ending: BaseException | None = None
         self.live[name] += 1
@@ -104,16 +110,26 @@ class Service:
             yield
         except BaseException as error:
             ending = error
-            if isinstance(error, WorkerError):
-                if counted:
-                    logger.info("call ended", extra={"call": name, "error": str(error)})
-            elif isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, WorkerError):
                 logger.exception("call failed", extra={"call": name})
             raise
         finally:
             self.live[name] -= 1
             if counted:
-                self._state.count(ending)
+                self._ended(name, ending)
+
+    def _ended(self, name: str, error: BaseException | None) -> None:
+        outcome = self._state.count(error)
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        call = CALL.get()
+        if call is None:  # it ended before its request was read
+            logger.info("call", extra={"call": name, "outcome": outcome, "error": reason})
+            return
+        extra = {"call": name, "attempt": call.key.attempt, "outcome": outcome}
+        seconds = round(time.monotonic() - call.began, 4)
+        logger.info("call", extra={**extra, "seconds": seconds, "error": reason})
+        if self.tracer is not None:
+            self.tracer.call(call, name.lower(), error=reason)
 
     def _ready(self) -> WorkerComponents:
         if self.components is None:
@@ -158,6 +174,7 @@ class Service:
         if first.WhichOneof("kind") != "begin":
             raise InvalidRequestError("an Encode stream starts with `begin`")
         call = messages.ENCODE_CALL.decode(first.begin)
+        WorkerCall.begin(call.key)
         replies = role.encode(call, _chunks(context, within), timer)
         await _write_all(replies, messages.ENCODE_REPLY.encode, context)
 
@@ -167,7 +184,9 @@ class Service:
         async def handler(request: Any, context: Any) -> None:
             timer = CallTimer()
             run = getattr(self._ready().role(stage), name.lower())
-            await _write_all(run(call.decode(request), timer), reply.encode, context)
+            decoded = call.decode(request)
+            WorkerCall.begin(decoded.request.key)
+            await _write_all(run(decoded, timer), reply.encode, context)
 
         return handler
 
@@ -214,7 +233,9 @@ class Service:
     async def _Reserve(self, request: pb.ReserveRequest, context: Any) -> Any:  # noqa: N802
         role = self._ready().role(Stage.DECODE)
         peer = _host_of(context.peer())
-        reservation = await role.reserve(messages.RESERVE_CALL.decode(request), peer=peer)
+        call = messages.RESERVE_CALL.decode(request)
+        REQUEST_ID.set(call.key.request_id)
+        reservation = await role.reserve(call, peer=peer)
         return messages.RESERVATION.encode(reservation)
 
 
@@ -237,10 +258,13 @@ def _host_of(peer: str) -> str:
 
 
 async def _write_all(
-    replies: AsyncGenerator[T], to_message: Callable[[T], Any], context: Any
+    replies: AsyncGenerator[Reply[Any]], to_message: Callable[[Reply[Any]], Any], context: Any
 ) -> None:
+    call = CALL.get()
     async with aclosing(replies):
         async for reply in replies:
+            if call is not None and reply.spans:
+                call.report(reply.spans)
             await context.write(to_message(reply))
 
 

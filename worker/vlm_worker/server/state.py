@@ -98,8 +98,11 @@ class WorkerState:
         self.heartbeat = time.time()
         self.rates.note(time.monotonic(), growth_of(engine))
 
-    def count(self, error: BaseException | None) -> None:
-        self.outcomes[outcome_of(error)] += 1
+    def count(self, error: BaseException | None) -> CallOutcome:
+        """Count how a call ended."""
+        outcome = outcome_of(error)
+        self.outcomes[outcome] += 1
+        return outcome
 
 
 def growth_of(engine: EngineStats) -> dict[str, float]:

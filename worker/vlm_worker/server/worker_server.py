@@ -52,6 +52,12 @@ class WorkerServer:
         self.data_port = 0
         self._components: WorkerComponents | None = None
         self._service = Service(self.state)
+        if settings.trace_ratio:
+            from vlm_worker.tracing import Tracer
+
+            self._service.tracer = Tracer(
+                settings.identity, settings.role, ratio=settings.trace_ratio
+            )
         self._supervisor = Supervisor(self._fail)
         self._data = DataPort(self._service.fetch, settings.timers, self._supervisor)
         self._health = HealthServicer()
@@ -135,6 +141,8 @@ class WorkerServer:
         if self._components is not None:
             await _close(self._components)
         await self._http.stop()
+        if self._service.tracer is not None:
+            await asyncio.to_thread(self._service.tracer.close)
 
     def connect(self, address: str, *, timers: Timers) -> WorkerClient:
         """A client for a gateway in this process."""

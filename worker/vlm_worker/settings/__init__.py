@@ -83,6 +83,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         "model": model,
         "served_name": args.served_name or _name_of(args.model),
         "identity": _identity(environ),
+        "trace_ratio": _trace_ratio(environ, fail),
     }
     if args.command == "serve":
         return _serve(args, common)
@@ -168,6 +169,21 @@ def _api_server(environ: Mapping[str, str]) -> str:
     port = environ.get("KUBERNETES_SERVICE_PORT", "443")
     host = f"[{host}]" if ":" in host else host
     return f"https://{host}:{port}" if host else ""
+
+
+def _trace_ratio(environ: Mapping[str, str], fail: Callable[[str], NoReturn]) -> float:
+    """The share of traced requests; 0 if OpenTelemetry's variables name no collector."""
+    collectors = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if environ.get("OTEL_SDK_DISABLED") == "true" or not any(map(environ.get, collectors)):
+        return 0.0
+    text = environ.get("OTEL_TRACES_SAMPLER_ARG") or "1"
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        fail(f"OTEL_TRACES_SAMPLER_ARG={text}: give the share of traced requests, from 0 to 1")
+    return ratio
 
 
 def _identity(environ: Mapping[str, str]) -> Identity:

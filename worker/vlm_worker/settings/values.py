@@ -126,7 +126,8 @@ class ModelSource:
 class ProcessSettings:
     """What gateway and workers share.
 
-    `delays` holds seconds by stage. `timers` has all waits for peers except
+    `delays` holds seconds by stage. `trace_ratio` is the share of the requests whose spans are
+    exported; 0 without a collector in the environment. `timers` has all waits for peers except
     `drain_timeout_seconds`. The process ends with the process `parent`, if `serve --split` started
     it.
     """
@@ -145,6 +146,7 @@ class ProcessSettings:
         "--inject-delay-ms", DELAY_BY_STAGE, {}, "delay one hop; for tests", metavar="STAGE=MS"
     )
     identity: Identity = dataclasses.field(default_factory=Identity)
+    trace_ratio: float = 0.0
     bind: str = option("--bind", TEXT, "::", "address that every server listens on")
 
 

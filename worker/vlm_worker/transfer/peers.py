@@ -24,6 +24,7 @@ from vlm_worker.core.sources import Sources
 from vlm_worker.errors import CorruptTransferError, Refusal, WorkerError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.supervision import AtEnd, Supervisor
+from vlm_worker.telemetry import REQUEST_ID
 from vlm_worker.transfer.consumer import Pull, checked_units
 from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads, UnreachableError
 from vlm_worker.transfer.transport import Transport
@@ -204,6 +205,7 @@ class Peers:
 
     async def _renew(self, peer: Peer) -> None:
         """Renew all leases held at a peer, until none is left."""
+        REQUEST_ID.set("")  # it outlives the request that started it
         try:
             while peer.held:
                 await asyncio.sleep(self._timers.renew)

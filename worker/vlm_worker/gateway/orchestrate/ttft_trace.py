@@ -74,6 +74,11 @@ class Trace:
             self.gateway_waits()
             self.first_byte = self.clock()
 
+    @property
+    def own_spans(self) -> tuple[StageSpan, ...]:
+        """The stages that the gateway measured, on its clock."""
+        return tuple(self._spans)
+
     def stages(self) -> dict[str, float]:
         """Return the seconds of each stage; they add up to the TTFT. Call after the first byte."""
         assert self.first_byte is not None
