@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,7 @@ from vlm_worker.gateway.memory import Bound
 from vlm_worker.gateway.pod_registry import Connect, static_pods
 from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.responses import Response, Send
+from vlm_worker.gateway.tls import Certificate
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import AtEnd
 from vlm_worker.wire.sockets import listen
@@ -55,10 +57,16 @@ class Gateway:
     """
 
     def __init__(
-        self, context: GatewayContext, public: socket.socket, admin: socket.socket
+        self,
+        context: GatewayContext,
+        public: socket.socket,
+        admin: socket.socket,
+        certificate: Certificate | None = None,
     ) -> None:
         self.context = context
-        self.url, self.admin_url = _url(public), _url(admin)
+        self.url = _url(public, "http" if certificate is None else "https")
+        self.admin_url = _url(admin, "http")
+        self._tls = None if certificate is None else certificate.context
         self._sockets = (public, admin)
         self._servers: list[Server] = []
 
@@ -72,7 +80,7 @@ class Gateway:
             context.settings.max_connections, lambda: context.meters.refused(Bound.CONNECTIONS)
         )
         self._servers = [
-            server(public_app(context), bound=clients),
+            server(public_app(context), bound=clients, tls=self._tls),
             server(admin_app(context), bound=ConnectionLimit(MAX_ADMIN_CONNECTIONS)),
         ]
         tasks = [
@@ -120,7 +128,9 @@ async def running(
         ModelConfigError: the model's files cannot be used.
         DiscoveryError: no workers are configured and the process does not run in a pod.
         OSError: an address is in use.
+        ValueError: the certificate cannot be used.
     """
+    certificate = None if settings.tls_dir is None else Certificate(settings.tls_dir)
     context = GatewayContext(settings, PromptBuilder(Path(settings.model.uri)), connect=connect)
     watch = None
     if not settings.workers:
@@ -139,11 +149,13 @@ async def running(
         tasks = context.tasks
         tasks.start(context.config_watcher.watch, name="settings", at_end=AtEnd.RESTART)
         tasks.start(context.tick, name="rates", at_end=AtEnd.RESTART)
+        if certificate is not None:
+            tasks.start(certificate.watch, name="certificate", at_end=AtEnd.RESTART)
         if watch is not None:
             tasks.start(watch.run, name="pods", at_end=AtEnd.RESTART)
         context.registry.apply(static_pods(settings.workers))
         try:
-            yield Gateway(context, public, admin)
+            yield Gateway(context, public, admin, certificate)
         finally:
             await tasks.close()
             await context.registry.close()
@@ -173,10 +185,10 @@ async def serve_gateway(
         await gateway.serve(stop)
 
 
-def _url(sock: socket.socket) -> str:
+def _url(sock: socket.socket, scheme: str) -> str:
     host, port = sock.getsockname()[:2]
     host = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(host, host)  # noqa: S104 - to print
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 HEADER_SECONDS = 10.0
@@ -366,25 +378,26 @@ class ConnectionLimitApp:
         await Response(send_and_close).fail(error)
 
 
-def server(app: Any, *, bound: ConnectionLimit) -> Server:
+def server(app: Any, *, bound: ConnectionLimit, tls: ssl.SSLContext | None = None) -> Server:
     """Return a server for one application; `serve(sockets=[...])` runs it."""
 
     class Protocol(HeaderTimeoutProtocol):
         """The protocol with this server's limit."""
 
     Protocol.bound = bound
-    return Server(
-        uvicorn.Config(
-            app,
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            loop="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=True,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
+    config.load()
+    config.ssl = tls  # not by file names: this context can be reloaded
+    return Server(config)

@@ -29,6 +29,9 @@ TENANT_SHARE: Final = 0.5
 CONNECTION_BYTES: Final = 320 << 10
 """Memory of a client connection: two request heads, read-ahead and an unsent answer (64 KiB each),
 and the objects of the request that is served."""
+TLS_BYTES: Final = 448 << 10
+"""More memory of a connection with TLS: asyncio's read buffer of 256 KiB, two buffers of OpenSSL
+(17 KiB each) and up to 128 KiB that are encrypted and not sent."""
 RETRY_AFTER_SECONDS: Final = 1.0
 
 
@@ -152,15 +155,16 @@ class MemoryReservation:
         self._kind, self.num_bytes = kind, num_bytes
 
 
-def connection_bytes(num_connections: int) -> int:
+def connection_bytes(num_connections: int, *, tls: bool = False) -> int:
     """Return the memory of connections, without the bodies of their requests."""
-    return CONNECTION_BYTES * num_connections
+    return (CONNECTION_BYTES + tls * TLS_BYTES) * num_connections
 
 
 def declare(
     num_request_bytes: int,
     num_connections: int,
     *,
+    tls: bool = False,
     resident_bytes: int,
     kept_bytes: int,
     limit_bytes: int | None,
@@ -174,7 +178,9 @@ def declare(
     least 128 MiB. So the sum may exceed a limit that is too small for a gateway.
     """
     rest = ProcessMemory(
-        connections=connection_bytes(num_connections), process=resident_bytes, kept=kept_bytes
+        connections=connection_bytes(num_connections, tls=tls),
+        process=resident_bytes,
+        kept=kept_bytes,
     )
     if limit_bytes is not None:
         num_request_bytes = min(num_request_bytes, max(limit_bytes - rest.total, MIN_MEMORY_BYTES))

@@ -49,6 +49,7 @@ def _declare_memory(gateway: Gateway) -> None:
     declared = declare(
         context.settings.memory_bytes,
         most_connections(context.settings),
+        tls=context.settings.tls_dir is not None,
         resident_bytes=resident_bytes(),
         kept_bytes=KEPT_BYTES + MESSAGE_BYTES,
         limit_bytes=limit,

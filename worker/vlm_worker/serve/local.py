@@ -63,7 +63,9 @@ async def run_local(settings: ServeSettings) -> int:
 
 def gateway_bytes(settings: GatewaySettings) -> int:
     """Bytes that a gateway uses in a worker's process."""
-    return settings.memory_bytes + connection_bytes(most_connections(settings))
+    return settings.memory_bytes + connection_bytes(
+        most_connections(settings), tls=settings.tls_dir is not None
+    )
 
 
 async def _failed(server: WorkerServer, gateway: Gateway, stop: asyncio.Event) -> None:

@@ -362,6 +362,7 @@ class GatewaySettings(ProcessSettings):
     Attributes:
         api_keys_dir: a mounted Secret with one bearer key per file, whose name is the tenant; None
             disables authentication.
+        tls_dir: a mounted Secret of type kubernetes.io/tls; None serves the API without TLS.
         api_server: the cluster's API server, as https://host:port; empty outside of a cluster.
         patience_seconds: if a pool has lost its last pod, a request waits this long for a new one.
             If the model is small, a new pod is ready after 11 to 12 s; client timeouts are usually
@@ -377,6 +378,7 @@ class GatewaySettings(ProcessSettings):
     api_server: str = ""
     config: Path | None = option("--config", PATH, None, "gateway.json, re-read every second")
     api_keys_dir: Path | None = option("--api-keys-dir", PATH, None, "one bearer key per file")
+    tls_dir: Path | None = option("--tls-dir", PATH, None, "tls.crt and tls.key: serve HTTPS")
     patience_seconds: float = option("--patience-seconds", SECONDS, 20.0, "for a pool without pods")
     max_waiting: int = option("--max-waiting", at_least(0), 512, "requests that wait for capacity")
     memory_bytes: int = option(
