@@ -145,7 +145,7 @@ class Served:
     ) -> AsyncIterator[openai.AsyncOpenAI]:
         """The openai client at the address of a gateway pod: what it sees is not retried."""
         gateway = pod or (await self._addressed(names.Role.GATEWAY))[0]
-        url = f"http://{gateway['status']['podIP']}:{names.PORT_GATEWAY}/v1"
+        url = f"http://{in_url(gateway['status']['podIP'])}:{names.PORT_GATEWAY}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
             yield client
 
@@ -205,7 +205,7 @@ async def stats_of(pod: Object) -> dict[str, Any]:
     is_gateway = role_of(pod) == names.Role.GATEWAY
     port = names.PORT_GATEWAY_ADMIN if is_gateway else names.PORT_HTTP
     async with httpx.AsyncClient(timeout=STATS_SECONDS) as client:
-        answer = await client.get(f"http://{pod['status']['podIP']}:{port}/stats")
+        answer = await client.get(f"http://{in_url(pod['status']['podIP'])}:{port}/stats")
     stats: dict[str, Any] = answer.raise_for_status().json()
     return stats
 
@@ -252,6 +252,11 @@ async def kill(pod: Object) -> None:
         return not await asyncio.to_thread(process.exists)
 
     await until(gone, seconds=30, awaited=f"process {pid} to be gone")
+
+
+def in_url(address: str) -> str:
+    """An IP address as the host of a URL."""
+    return f"[{address}]" if ":" in address else address
 
 
 def elapsed(began: float) -> str:

@@ -37,8 +37,8 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=32_200, single_importers=35, short_files=16),
-    "operator": Count(lines=37_380, single_importers=46, short_files=32),
+    "worker": Count(lines=32_320, single_importers=36, short_files=16),
+    "operator": Count(lines=37_450, single_importers=46, short_files=32),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 

@@ -1,9 +1,9 @@
 """Nodes with kubelet and containerd for a control plane, inside the namespaces of `run.sh`.
 
-    etcd ◀─ kube-apiserver 10.231.0.1 ◀─ controller-manager, scheduler
-              ▲ bridge
-              ├ n1 10.231.0.11 ─ containerd, kubelet, kube-proxy ─ pods 10.232.1.0/24
-              └ n2 10.231.0.12 ─ … and fakegpu                   ─ pods 10.232.2.0/24
+    etcd ◀─ kube-apiserver ◀─ controller-manager, scheduler
+              ▲ bridge                                          addresses: network.py
+              ├ n1 ─ containerd, kubelet, kube-proxy ─ pods
+              └ n2 ─ … and fakegpu                   ─ pods
 
 Each node has its own network, mount and PID namespace (node.sh). Its image store has
 links to the layers of one store that `images.py` fills: nothing writes to a layer once unpacked.
@@ -18,12 +18,15 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from nodes.network import Family, Network
+
 from vlm_local.client import Access
 from vlm_local.controlplane import ControlPlane
 from vlm_local.subprocesses import Child, spawn
 
 HERE = Path(__file__).parent
-BRIDGE, ADDRESS, DNS = "nodes0", "10.231.0.1", "10.0.0.10"
+BRIDGE = "nodes0"
+MAX_NODES = 9
 CNI = next((path for path in map(Path, ("/usr/lib/cni", "/opt/cni/bin")) if path.exists()), None)
 NODE_TYPE = "triptych.dev/node-type"
 PROXY_USER = "system:kube-proxy"
@@ -41,9 +44,11 @@ class Node:
     def name(self) -> str:
         return f"n{self.index}"
 
-    @property
-    def address(self) -> str:
-        return f"10.231.0.{10 + self.index}"
+    def address(self, family: Family) -> str:
+        return family.node.format(self.index)
+
+    def pods(self, family: Family) -> str:
+        return family.pods.format(self.index)
 
     @property
     def labels(self) -> str:
@@ -51,19 +56,16 @@ class Node:
         gpus = ",nvidia.com/gpu.present=true" if self.gpus else ""  # as GPU feature discovery does
         return f"{NODE_TYPE}={self.node_type}{gpus}"
 
-    @property
-    def pods(self) -> str:
-        return f"10.232.{self.index}.0/24"
-
 
 QUICKSTART = (Node(1, "cpu-large"), Node(2, "gpu-compute", gpus=2), Node(3, "gpu-memory", gpus=2))
 
 
 class RealNodes:
-    """The nodes of one control plane, which was started with `ADDRESS`.
+    """The nodes of one control plane, which was started with the addresses of `network`.
 
     Args:
         plane: The control plane; may start after this object is made.
+        network: Addresses of nodes and pods.
         folder: Of state and logs of nodes; on the file system of `store`.
         programs: The folder of `binaries.find`.
         store: containerd's root with all images.
@@ -73,6 +75,7 @@ class RealNodes:
     def __init__(
         self,
         plane: ControlPlane,
+        network: Network,
         *,
         folder: Path,
         programs: Path,
@@ -80,6 +83,7 @@ class RealNodes:
         update: Callable[[Callable[..., bytes]], None],
     ) -> None:
         self._plane = plane
+        self._network = network
         self._folder = folder
         self._programs = programs
         self._store = store
@@ -90,8 +94,9 @@ class RealNodes:
         """Make the network that joins the nodes."""
         _ip("link", "set", "lo", "up")
         _ip("link", "add", BRIDGE, "type", "bridge")
-        _ip("address", "add", f"{ADDRESS}/24", "dev", BRIDGE)
         _ip("link", "set", BRIDGE, "up")
+        for family in self._network.value:
+            _add_address(family.plane, family, BRIDGE)
 
     def start(self, node: Node) -> None:
         """Start a node; `ready` waits for it."""
@@ -99,14 +104,15 @@ class RealNodes:
         for name in ("cni", "kubelet", "log", "plugins"):
             (folder / name).mkdir(parents=True)
         _share_store(self._store, folder / "containerd")
-        _join(node)
+        _join(node, self._network)
         self._write_settings(node, folder)
         self._children[node.name] = spawn(
             node.name,
             [
                 *("nsenter", f"--net=/run/netns/{node.name}"),
                 *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
-                *(HERE / "node.sh", node.name, folder, node.address),
+                *(HERE / "node.sh", node.name, folder),
+                ",".join(node.address(family) for family in self._network.value),
                 *(node.labels, str(node.gpus), self._programs),
             ],
             log=folder / "log/node.log",
@@ -140,7 +146,8 @@ class RealNodes:
     def _write_settings(self, node: Node, folder: Path) -> None:
         authority = self._plane.authority()
         user = f"system:node:{node.name}"
-        pair = authority.issue(user, groups=["system:nodes"], addresses=[node.address, node.name])
+        addresses = [node.address(family) for family in self._network.value]
+        pair = authority.issue(user, groups=["system:nodes"], addresses=[*addresses, node.name])
         proxy = authority.issue(PROXY_USER)
         for file, shown in (("kubelet", pair), ("proxy", proxy)):
             Access(
@@ -149,15 +156,20 @@ class RealNodes:
                 shown.certificate.read_text(),
                 shown.key.read_text(),
             ).write(folder / f"{file}.kubeconfig")
-        (folder / "resolv.conf").write_text(f"nameserver {DNS}\n")
+        dns = self._network.primary.dns
+        (folder / "resolv.conf").write_text(f"nameserver {dns}\n")
         (folder / "containerd.toml").write_text(_containerd(folder))
         for name, text in (
-            ("cni/10-bridge.conflist", _cni(node)),
+            ("cni/10-bridge.conflist", _cni(node, self._network)),
             (
                 "kubelet.json",
-                _kubelet(node, folder, authority.ca.certificate, pair.certificate, pair.key),
+                {
+                    **_kubelet(node, folder, authority.ca.certificate, pair.certificate, pair.key),
+                    "address": addresses[0],
+                    "clusterDNS": [dns],
+                },
             ),
-            ("proxy.json", _proxy(node, folder)),
+            ("proxy.json", _proxy(node, folder, self._network)),
         ):
             (folder / name).write_text(json.dumps(text))
 
@@ -197,11 +209,11 @@ def _containerd(folder: Path) -> str:
     return containerd_settings(folder / "containerd", run, folder / "containerd.sock", cri)
 
 
-def _cni(node: Node) -> Mapping[str, object]:
+def _cni(node: Node, network: Network) -> Mapping[str, object]:
     addresses = {
         "type": "host-local",
-        "ranges": [[{"subnet": node.pods}]],
-        "routes": [{"dst": "0.0.0.0/0"}],
+        "ranges": [[{"subnet": node.pods(family)}] for family in network.value],
+        "routes": [{"dst": family.anywhere} for family in network.value],
     }
     bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "hairpinMode": True}
     ports = {"type": "portmap", "capabilities": {"portMappings": True}}
@@ -215,7 +227,6 @@ def _kubelet(
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
-        "address": node.address,
         "authentication": {"x509": {"clientCAFile": str(ca)}},
         "tlsCertFile": str(certificate),
         "tlsPrivateKeyFile": str(key),
@@ -224,7 +235,6 @@ def _kubelet(
         "cgroupRoot": f"/triptych-nodes/{node.name}",
         "failCgroupV1": False,
         "failSwapOn": False,
-        "clusterDNS": [DNS],
         "clusterDomain": "cluster.local",
         "resolvConf": str(folder / "resolv.conf"),
         "volumePluginDir": str(folder / "plugins"),
@@ -240,14 +250,14 @@ def _kubelet(
     }
 
 
-def _proxy(node: Node, folder: Path) -> Mapping[str, object]:
+def _proxy(node: Node, folder: Path, network: Network) -> Mapping[str, object]:
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "clientConnection": {"kubeconfig": str(folder / "proxy.kubeconfig")},
         "hostnameOverride": node.name,
         "mode": "iptables",
-        "clusterCIDR": "10.232.0.0/16",
+        "clusterCIDR": network.all_pods,
         # 0: these settings of the kernel stay as they are
         "conntrack": {
             "maxPerCore": 0,
@@ -273,21 +283,28 @@ def _share_store(store: Path, target: Path) -> None:
         (target / layers / layer.name).symlink_to(layer)
 
 
-def _join(node: Node) -> None:
+def _join(node: Node, network: Network) -> None:
     """Make the node's network namespace, joined to the bridge, with routes to and from its pods."""
     _ip("netns", "add", node.name)
     _ip("link", "add", node.name, "type", "veth", "peer", "name", "eth0", "netns", node.name)
     _ip("link", "set", node.name, "master", BRIDGE, "up")
     inside = ("-n", node.name)
     _ip(*inside, "link", "set", "lo", "up")
-    _ip(*inside, "address", "add", f"{node.address}/24", "dev", "eth0")
     _ip(*inside, "link", "set", "eth0", "up")
-    _ip(*inside, "route", "add", "default", "via", ADDRESS)
-    for index in range(1, 10):
-        if index != node.index:
-            other = Node(index, "")
-            _ip(*inside, "route", "add", other.pods, "via", other.address)
-    _ip("route", "add", node.pods, "via", node.address)
+    for family in network.value:
+        _add_address(node.address(family), family, "eth0", *inside)
+        _ip(*inside, "route", "add", "default", "via", family.plane)
+        for index in range(1, MAX_NODES + 1):
+            if index != node.index:
+                other = Node(index, "")
+                _ip(*inside, "route", "add", other.pods(family), "via", other.address(family))
+        _ip("route", "add", node.pods(family), "via", node.address(family))
+
+
+def _add_address(address: str, family: Family, device: str, *inside: str) -> None:
+    """Add an address that can be used at once: nobody else can have it."""
+    now = ("nodad",) if ":" in address else ()
+    _ip(*inside, "address", "add", f"{address}/{family.node_bits}", "dev", device, *now)
 
 
 def _ip(*arguments: str) -> None:

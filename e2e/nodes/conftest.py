@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from nodes import binaries, images, requires, typed
-from nodes.cluster import ADDRESS, QUICKSTART, RealNodes
+from nodes.cluster import QUICKSTART, RealNodes
+from nodes.network import IPV4, Network
 
 from vlm_local import flags
 from vlm_local.controlplane import ControlPlane
@@ -23,6 +24,12 @@ MANIFESTS = Path(__file__).parent / "manifests"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-nodes", action="store_true", help="set by e2e/nodes/run.sh")
+    parser.addoption(
+        "--families",
+        choices=[network.name for network in Network],
+        default=Network.ipv4.name,
+        help="address families of the cluster of e2e/nodes",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -45,16 +52,26 @@ def folder(pytestconfig: pytest.Config) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def real_nodes(folder: Path) -> Iterator[tuple[ControlPlane, RealNodes]]:
+def network(pytestconfig: pytest.Config) -> Network:
+    return Network[pytestconfig.getoption("--families")]
+
+
+@pytest.fixture(scope="session")
+def real_nodes(folder: Path, network: Network) -> Iterator[tuple[ControlPlane, RealNodes]]:
     settings = LocalSettings.read()
     programs = binaries.find(settings, progress=print)
     store = images.Builder(settings.cache / "nodes", programs=programs).store
     plane = ControlPlane(
-        settings=settings, folder=folder / "plane", address=ADDRESS, port=6443, progress=print
+        settings=settings,
+        folder=folder / "plane",
+        address=network.primary.plane,
+        port=6443,
+        services=network.services,
+        progress=print,
     )
     updates = images.Updates(store)
     print(f"images: {', '.join(updates.roles) or 'none'} with a layer of newer code")
-    nodes = RealNodes(plane, folder=folder, programs=programs, store=store, update=updates)
+    nodes = RealNodes(plane, network, folder=folder, programs=programs, store=store, update=updates)
     nodes.make_bridge()
     asyncio.run(plane.start())
     try:
@@ -62,7 +79,7 @@ def real_nodes(folder: Path) -> Iterator[tuple[ControlPlane, RealNodes]]:
             nodes.start(node)
         for node in QUICKSTART:
             nodes.ready(node)
-        _set_up(plane)
+        _set_up(plane, network)
         yield plane, nodes
     finally:
         nodes.stop()
@@ -74,11 +91,12 @@ def cluster(real_nodes: tuple[ControlPlane, RealNodes]) -> ControlPlane:
     return real_nodes[0]
 
 
-def _set_up(plane: ControlPlane) -> None:
+def _set_up(plane: ControlPlane, network: Network) -> None:
     """What distributions of Kubernetes bring: the API server's rights on kubelets, and DNS."""
     binding = ("create", "clusterrolebinding", "kubelets", "--clusterrole=system:kubelet-api-admin")
     plane.kubectl(*binding, f"--user={flags.KUBELET_CLIENT}")
-    plane.kubectl("apply", "-f", str(MANIFESTS / "coredns.yaml"))
+    dns_server = (MANIFESTS / "coredns.yaml").read_text().replace(IPV4.dns, network.primary.dns)
+    plane.kubectl("apply", "-f", "-", stdin=dns_server)
     dns = ("-n", "kube-system", "rollout", "status", "deployment/coredns", "--timeout=120s")
     plane.kubectl(*dns)
 

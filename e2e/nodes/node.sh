@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# node.sh NAME FOLDER ADDRESS LABEL GPUS PROGRAMS: the first process of a node, which has its own network, mount
+# node.sh NAME FOLDER ADDRESS[,ADDRESS] LABEL GPUS PROGRAMS: the first process of a node, which has its own network, mount
 # and PID namespace. If it ends, containerd, kubelet and all containers of the node end with it.
 set -euo pipefail
 name=$1 folder=$2 address=$3 label=$4 gpus=$5 programs=$6
@@ -41,6 +41,7 @@ for file in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oo
   mount --bind "$copy" "/proc/sys/$file"
 done
 echo 1 >/proc/sys/net/ipv4/ip_forward
+[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/forwarding
 
 keep() {  # keep NAME COMMAND...: restart what ends, as a service manager does
   local name=$1; shift

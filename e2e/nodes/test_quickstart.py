@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from nodes import typed
-from served import Served, elapsed, num_restarts
+from served import Served, elapsed, in_url, num_restarts
 
 from vlm_local.client import Object
 from vlm_local.controlplane import ControlPlane
@@ -20,10 +20,10 @@ from vlm_operator import names
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(900)]
 README = typed.QUICKSTART / "README.md"
-WAYS = {
-    "install.yaml": (typed.apply_install_yaml, typed.delete_install_yaml),
-    "install.yaml again": (typed.apply_install_yaml, typed.delete_install_yaml),
-    "the chart": (typed.helm_install, typed.helm_uninstall),
+WAYS = {  # install, what is done while the service runs, uninstall
+    "install.yaml": (typed.apply_install_yaml, None, typed.delete_install_yaml),
+    "install.yaml again": (typed.apply_install_yaml, None, typed.delete_install_yaml),
+    "the chart": (typed.helm_install, typed.helm_upgrade_and_roll_back, typed.helm_uninstall),
 }
 OURS = re.compile(r"triptych|vlm|shapes")
 
@@ -48,7 +48,7 @@ async def test_it_installs_answers_truly_and_leaves_nothing(
     cluster: ControlPlane, claim: None, way: str
 ):
     before = _all_of_ours(cluster)
-    install, uninstall = WAYS[way]
+    install, meanwhile, uninstall = WAYS[way]
     began = time.monotonic()
     install(cluster)
     print(f"the operator is ready {elapsed(began)} after {way}")
@@ -60,7 +60,13 @@ async def test_it_installs_answers_truly_and_leaves_nothing(
         said = typed.vlm(cluster, "chat", "shapes", "--image", typed.IMAGE, question)
         assert re.search(rf"^\s*{answer}\s*$", said, re.MULTILINE), said
     async with cluster.client() as api:
-        await _is_healthy(Served(cluster, api, "default", "shapes"))
+        served = Served(cluster, api, "default", "shapes")
+        await _is_healthy(served)
+        if meanwhile is not None:
+            kept = {pod["metadata"]["uid"] for pod in await served.pods()}
+            meanwhile(cluster)
+            assert kept == {pod["metadata"]["uid"] for pod in await served.pods()}
+            await _is_healthy(served)
     typed.vlm(cluster, "doctor")
     typed.kubectl(cluster, "delete", "-f", typed.QUICKSTART, "--timeout=120s")
     uninstall(cluster)
@@ -75,7 +81,7 @@ async def test_it_installs_answers_truly_and_leaves_nothing(
 
 
 async def _is_healthy(served: Served) -> None:
-    """No container was restarted, probes are answered over IPv4, the Service is found by name."""
+    """No container was restarted, probes are answered, and the Service is found by name."""
     pods = await served.pods()
     assert len(pods) == 4
     operator = await served.api.get(f"/api/v1/namespaces/{names.OPERATOR_NAMESPACE}/pods")
@@ -98,7 +104,7 @@ def _probes(pod: Object) -> Iterator[str]:
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             if get := container.get(kind, {}).get("httpGet"):
                 port = ports.get(get["port"], get["port"])
-                yield f"http://{pod['status']['podIP']}:{port}{get['path']}"
+                yield f"http://{in_url(pod['status']['podIP'])}:{port}{get['path']}"
 
 
 def _all_of_ours(cluster: ControlPlane) -> set[str]:

@@ -63,6 +63,16 @@ def helm_install(cluster: ControlPlane) -> None:
     _helm(cluster, "install", "triptych", CHART, *place)
 
 
+def helm_upgrade_and_roll_back(cluster: ControlPlane) -> None:
+    """`helm test` before, between and after: each operator answers at its Service."""
+    place = ("--namespace", SYSTEM, "--wait", "--timeout", "60s")
+    _helm(cluster, "test", "triptych", "--namespace", SYSTEM, "--timeout", "60s")
+    _helm(cluster, "upgrade", "triptych", CHART, *place, "--set", "log.level=DEBUG")
+    _helm(cluster, "test", "triptych", "--namespace", SYSTEM, "--timeout", "60s")
+    _helm(cluster, "rollback", "triptych", "1", *place)
+    _helm(cluster, "test", "triptych", "--namespace", SYSTEM, "--timeout", "60s")
+
+
 def helm_uninstall(cluster: ControlPlane) -> None:
     """The chart keeps its CRDs: an uninstall deletes no service."""
     _helm(cluster, "uninstall", "triptych", "--namespace", SYSTEM, "--wait")

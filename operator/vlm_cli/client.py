@@ -144,7 +144,7 @@ async def stream_chat(
     headers = {"Content-Type": "application/json", **target.headers}
     # a file object, so that aiohttp writes a body of megabytes in chunks
     data = io.BytesIO(json.dumps(body).encode())
-    async with session.post(url, data=data, headers=headers) as response:
+    async with session.post(url, data=data, headers=headers, ssl=target.verify) as response:
         if response.status != 200:
             raise _refusal(response.status, await response.read())
         async with contextlib.aclosing(_events(response.content)) as events:

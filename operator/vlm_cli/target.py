@@ -30,11 +30,19 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An OpenAI API: its base URL without `/v1`, the model's name, the headers of each request."""
+    """An OpenAI API.
+
+    Attributes:
+        url: base URL without `/v1`.
+        model: the model's name.
+        headers: of each request.
+        verify: whether the certificate of an https URL is checked.
+    """
 
     url: str
     model: str
     headers: dict[str, str]
+    verify: bool = True
 
 
 @contextlib.asynccontextmanager
@@ -62,8 +70,11 @@ async def open_target(options: Options) -> AsyncIterator[Target]:
         model = options.model or service["spec"]["model"].get("servedName") or options.name
         if not is_ready(service):
             notes().print(f"warning: {_blocked(service)[0]}", markup=False, style="yellow")
-        async with forward(access, pod=pod, port=names.PORT_GATEWAY) as url:
-            yield Target(url, model, headers)
+        tls = bool(service["spec"].get("gateway", {}).get("tls", {}).get("secretRef"))
+        async with forward(access, pod=pod, port=names.PORT_GATEWAY) as local:
+            url = local.replace("http://", "https://", 1) if tls else local
+            # The API server connects to this very pod, whose certificate names the Service.
+            yield Target(url, model, headers, verify=not tls)
 
 
 def _blocked(service: Manifest) -> tuple[str, str]:

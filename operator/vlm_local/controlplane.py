@@ -55,6 +55,7 @@ class ControlPlane:
         folder: folder (mode 0700) for keys, data and logs; None means one that `stop` removes.
         port: port of the API server; 0 means any free port.
         address: address of the API server; not loopback if pods have network namespaces.
+        services: addresses of Services: a range, or one of each family, separated by a comma.
         progress: gets one line about each step.
     """
 
@@ -65,6 +66,7 @@ class ControlPlane:
         folder: Path | None = None,
         port: int = 0,
         address: str = flags.LOOPBACK,
+        services: str = flags.SERVICES,
         progress: build.Progress = lambda _: None,
     ) -> None:
         self._settings = settings or LocalSettings.read()
@@ -72,6 +74,7 @@ class ControlPlane:
         self._progress = progress
         self._children: list[Child] = []
         self._address = address
+        self._services = services
         self._requested_port = port
         self._port = 0
         self._access: Access | None = None
@@ -106,7 +109,8 @@ class ControlPlane:
 
     @property
     def server(self) -> str:
-        return f"https://{self._address}:{self._port}"
+        host = f"[{self._address}]" if ":" in self._address else self._address
+        return f"https://{host}:{self._port}"
 
     def client(self) -> Client:
         """Return a client of the administrator: `async with cp.client() as api`."""
@@ -189,13 +193,15 @@ class ControlPlane:
         etcd_port, peer_port, free_port = free_ports(3)
         self._port = self._requested_port or free_port
         authority = self.authority()
-        identities = flags.issue(authority, self._address)
+        identities = flags.issue(authority, self._address, self._services)
         etcd = f"http://127.0.0.1:{etcd_port}"
         self._spawn("etcd", flags.etcd(self.folder, etcd, f"http://127.0.0.1:{peer_port}"))
         (self.folder / "audit.yaml").write_text(json.dumps(flags.AUDIT_POLICY))
         self._spawn(
             "kube-apiserver",
-            flags.apiserver(self.folder, etcd, self._address, self._port, identities),
+            flags.apiserver(
+                self.folder, etcd, self._address, self._port, identities, self._services
+            ),
         )
         for user, file in flags.USERS.items():
             pair = identities.clients[user]
@@ -268,7 +274,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _require_free(address: str, port: int) -> None:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))

@@ -1,12 +1,14 @@
 """Identities and flags of the control plane's processes."""
 
 import dataclasses
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 
 from . import pki
 
 LOOPBACK = "127.0.0.1"
+SERVICES = "10.0.0.0/16"
 # Disabled controllers: an endpoint cannot have a loopback address, so they would only warn.
 _OF_ENDPOINTS = [
     "-endpoints-controller",
@@ -40,9 +42,11 @@ USERS = {
 }
 
 
-def issue(authority: pki.Authority, address: str) -> Identities:
-    """Issue all certificates; `address` is that of the API server."""
-    names = [address, "10.0.0.1", "localhost", "kubernetes.default.svc", "kubernetes.default"]
+def issue(authority: pki.Authority, address: str, services: str) -> Identities:
+    """Issue all certificates; `address` is that of the API server, `services` as `apiserver`."""
+    # the Service `kubernetes` has the first address of each range
+    firsts = [str(ipaddress.ip_network(one)[1]) for one in services.split(",")]
+    names = [address, *firsts, "localhost", "kubernetes.default.svc", "kubernetes.default"]
     clients = {
         user: authority.issue(user, groups=["system:masters"] if user == ADMIN else [])
         for user in [*USERS, KUBELET_CLIENT]
@@ -65,8 +69,12 @@ def etcd(folder: Path, client: str, peer: str) -> list[str]:
     ]
 
 
-def apiserver(folder: Path, etcd: str, address: str, port: int, certs: Identities) -> list[str]:
+def apiserver(
+    folder: Path, etcd: str, address: str, port: int, certs: Identities, services: str
+) -> list[str]:
     """Return the flags of kube-apiserver at `address`; `folder` has the audit policy.
+
+    `services` is a range of addresses, or one of each family, separated by a comma.
 
     An address that is not loopback becomes the endpoint of the Service `kubernetes`.
     """
@@ -90,7 +98,7 @@ def apiserver(folder: Path, etcd: str, address: str, port: int, certs: Identitie
         f"--kubelet-client-certificate={kubelet.certificate}",
         f"--kubelet-client-key={kubelet.key}",
         "--kubelet-preferred-address-types=InternalIP",
-        "--service-cluster-ip-range=10.0.0.0/16",
+        f"--service-cluster-ip-range={services}",
         f"--audit-policy-file={folder / 'audit.yaml'}",
         f"--audit-log-path={folder / 'audit.log'}",
     ]

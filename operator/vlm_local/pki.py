@@ -5,6 +5,7 @@ generates the keys (ECDSA P-256) in a folder of mode 0700.
 """
 
 import dataclasses
+import ipaddress
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -112,4 +113,8 @@ _REQUEST = _request("ca.key", "ca.crt")
 
 
 def _is_ip(name: str) -> bool:
-    return name.replace(".", "").isdigit()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -79,10 +79,11 @@ def child(service: str, part: Role | str) -> str:
     return bounded(f"{service}-{part}")
 
 
-def api_url(service: str, namespace: str, *, domain: str, port: int) -> str:
+def api_url(service: str, namespace: str, *, domain: str, port: int, tls: bool = False) -> str:
     """Return the base URL of a service's API inside a cluster of this DNS domain."""
     host = f"{child(service, Role.GATEWAY)}.{namespace}.svc.{domain}"
-    return f"http://{host}/v1" if port == 80 else f"http://{host}:{port}/v1"
+    scheme, default = ("https", 443) if tls else ("http", 80)
+    return f"{scheme}://{host}/v1" if port == default else f"{scheme}://{host}:{port}/v1"
 
 
 def deployment(service: str, role: Role | str, variant: str, revision: str) -> str:

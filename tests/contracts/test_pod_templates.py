@@ -34,6 +34,7 @@ def planned() -> TurnPlan:
     manifest["metadata"]["namespace"] = "ns"
     manifest["spec"]["stopped"] = False
     manifest["spec"].pop("tracing")
+    manifest["spec"]["gateway"].pop("tls")
     for pool in manifest["spec"]["pools"].values():
         pool.pop("podTemplate", None)
     classes = {"gpu-l40s": NodeClassState("gpu-l40s", accelerator="nvidia.com/gpu", accelerators=1)}

@@ -47,6 +47,7 @@ SETTLED = {
     "spec.gateway.resources": Restarts.GATEWAY,
     "spec.gateway.placement": Restarts.GATEWAY,
     "spec.gateway.auth.secretRef": Restarts.GATEWAY,
+    "spec.gateway.tls.secretRef": Restarts.GATEWAY,
     "spec.gateway.limits": Restarts.GATEWAY,
     "spec.gateway.patienceSeconds": Restarts.GATEWAY,
     "spec.gateway.clientPriority": Restarts.GATEWAY,

@@ -14,7 +14,7 @@ OWNED_ARGS = (
     "--grpc-port", "--http-port", "--data-port", "--announced-data-port", "--admin-port",
     "--block-size", "--dtype", "--kv-dtype", "--kv-memory-bytes", "--kv-memory-percent",
     "--kv-reserve-percent", "--max-model-len", "--drain-timeout-seconds", "--compat",
-    "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
+    "--namespace", "--service", "--worker", "--config", "--api-keys-dir", "--tls-dir",
 )  # fmt: skip
 OWNED_ENV = (
     "POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME",

@@ -51,6 +51,18 @@ class Auth(Model):
     )
 
 
+class Tls(Model):
+    """TLS of the OpenAI API."""
+
+    secret_ref: NameRef | None = field(
+        None,
+        "Secret of type kubernetes.io/tls, as cert-manager writes it. A renewed one is used within "
+        "a minute or two, without a restart.",
+        unset="HTTP without TLS",
+        restarts=Restarts.GATEWAY,
+    )
+
+
 class Media(Model):
     """The allowed sources of images."""
 
@@ -150,6 +162,9 @@ class Gateway(Model):
     )
     drain: GatewayDrain = field(GatewayDrain(), "How gateway pods end.", restarts=Restarts.NONE)
     auth: Auth = field(Auth(), "Authentication of clients.", restarts=Restarts.GATEWAY)
+    tls: Tls = field(
+        Tls(), "Encryption between clients and the gateway.", restarts=Restarts.GATEWAY
+    )
     media: Media = field(Media(), "Allowed sources of images.", restarts=Restarts.NONE)
     pod_template: PodTemplate = field(
         PodTemplate(), "Changes to the pod template.", restarts=Restarts.GATEWAY

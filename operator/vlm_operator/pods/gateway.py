@@ -25,6 +25,7 @@ from vlm_operator.state import Revision
 CONFIG_PATH = "/etc/triptych/gateway"
 CONFIG_KEY = "gateway.json"
 KEYS_PATH = "/etc/triptych/keys"
+TLS_PATH = "/etc/triptych/tls"
 GPU_LABELS = (
     "nvidia.com/gpu.present",  # NVIDIA's GPU feature discovery
     "amd.com/gpu.product-name",  # AMD's node labeller
@@ -52,6 +53,12 @@ def gateway_template(service: VLMService, revision: Revision) -> Part:
         mounts.append({"name": "triptych-keys", "mountPath": KEYS_PATH, "readOnly": True})
         secret = {"secretName": gateway.auth.secret_ref.name}
         volumes.append({"name": "triptych-keys", "secret": secret})
+    get: Part = {"path": "/readyz", "port": "http"}
+    if gateway.tls.secret_ref is not None:
+        get["scheme"] = "HTTPS"  # the kubelet does not check the certificate
+        mounts.append({"name": "triptych-tls", "mountPath": TLS_PATH, "readOnly": True})
+        secret = {"secretName": gateway.tls.secret_ref.name}
+        volumes.append({"name": "triptych-tls", "secret": secret})
     container = {
         "name": "gateway",
         "image": gateway.image,
@@ -62,7 +69,7 @@ def gateway_template(service: VLMService, revision: Revision) -> Part:
             {"name": "http", "containerPort": names.PORT_GATEWAY, "protocol": "TCP"},
             {"name": "admin", "containerPort": names.PORT_GATEWAY_ADMIN, "protocol": "TCP"},
         ],
-        **probes(service, {"httpGet": {"path": "/readyz", "port": "http"}}, port="http"),
+        **probes(service, {"httpGet": get}, live={**get, "path": "/healthz"}),
         "resources": gateway.resources.to_dict(),
         "securityContext": container_security(),
         "volumeMounts": mounts,
@@ -102,6 +109,8 @@ def arguments(service: VLMService, revision: Revision) -> list[str]:
     ]
     if service.spec.gateway.auth.secret_ref is not None:
         found.append(f"--api-keys-dir={KEYS_PATH}")
+    if service.spec.gateway.tls.secret_ref is not None:
+        found.append(f"--tls-dir={TLS_PATH}")
     if model.max_model_len is not None:
         found.append(f"--max-model-len={model.max_model_len}")
     return [*found, *_limit_arguments(service.spec.gateway)]

@@ -134,8 +134,10 @@ def start_seconds(service: VLMService) -> int:
     return service.spec.model.start_timeout_seconds or START_SECONDS
 
 
-def probes(service: VLMService, readiness: Part, *, port: str) -> Part:
+def probes(service: VLMService, readiness: Part, *, live: Part) -> Part:
     """Return the probes of a container; `readiness` is the handler of startup and readiness.
+
+    `live` is the GET of the liveness probe.
 
     The startup probe allows `model.startTimeoutSeconds` to load the weights. The readiness probe
     runs every second, so that a service is Ready within a second of its last pod.
@@ -154,7 +156,7 @@ def probes(service: VLMService, readiness: Part, *, port: str) -> Part:
             "failureThreshold": 3,
         },
         "livenessProbe": {
-            "httpGet": {"path": "/healthz", "port": port},
+            "httpGet": live,
             "periodSeconds": 5,
             "timeoutSeconds": 5,
             "failureThreshold": 6,

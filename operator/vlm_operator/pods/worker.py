@@ -49,7 +49,11 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
             {"name": "grpc", "containerPort": names.PORT_GRPC, "protocol": "TCP"},
             {"name": "http", "containerPort": names.PORT_HTTP, "protocol": "TCP"},
         ],
-        **probes(service, {"grpc": {"port": names.PORT_GRPC, "service": role.value}}, port="http"),
+        **probes(
+            service,
+            {"grpc": {"port": names.PORT_GRPC, "service": role.value}},
+            live={"path": "/healthz", "port": "http"},
+        ),
         "resources": variant.resources.to_dict(),
         "securityContext": container_security(),
         "volumeMounts": [

@@ -286,7 +286,7 @@ class ServiceReconciler:
         if estimate.counted or not estimate.attributions:
             # without new requests the window only moves; an unchanged slo avoids a write
             self._slo = estimate.attributions
-        domain, port = self._options.cluster_domain, turn_plan.service.spec.gateway.service.port
+        gateway = turn_plan.service.spec.gateway
         return StatusInputs(
             written=turn.written,
             service=turn_plan.service,
@@ -297,7 +297,13 @@ class ServiceReconciler:
             desired=turn_plan.desired,
             step=turn_plan.step,
             slo=self._slo,
-            url=names.api_url(self._name, self._namespace, domain=domain, port=port),
+            url=names.api_url(
+                self._name,
+                self._namespace,
+                domain=self._options.cluster_domain,
+                port=gateway.service.port,
+                tls=gateway.tls.secret_ref is not None,
+            ),
             epoch=self._epoch(),
             failure=done.failure,
             pending=done.pending,

@@ -107,6 +107,7 @@ def current_revisions(
             "resources": gateway.resources.to_dict(),
             "placement": gateway.placement.to_dict(),
             "auth": gateway.auth.to_dict(),
+            **({"tls": gateway.tls.to_dict()} if gateway.tls.secret_ref else {}),
             **_pod_template(gateway.pod_template),
             **_gateway_flags(gateway),
             **_restart(service),

@@ -201,3 +201,16 @@ def test_all_pods_of_a_traced_service_name_its_collector():
         assert env["OTEL_TRACES_SAMPLER_ARG"] == "0.02"
     for template in templates(body()).values():
         assert "OTEL" not in str(template)
+
+
+def test_a_gateway_with_a_certificate_serves_and_is_probed_over_https():
+    spec = {"gateway": {"tls": {"secretRef": {"name": "demo-tls"}}}}
+    template = templates(body(spec))["gateway"]["spec"]
+    (container,) = template["containers"]
+    assert "--tls-dir=/etc/triptych/tls" in container["args"]
+    assert {"name": "triptych-tls", "secret": {"secretName": "demo-tls"}} in template["volumes"]
+    probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    assert [probe.get("scheme") for probe in probes] == ["HTTPS"] * 3
+    (plain,) = templates(body())["gateway"]["spec"]["containers"]
+    assert "scheme" not in str(plain)
+    assert not [word for word in plain["args"] if "tls" in word]
