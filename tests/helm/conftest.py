@@ -2,11 +2,11 @@
 
 import pathlib
 import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 
+from helm import binary  # tools/helm.py
 from vlm_local.controlplane import ControlPlane
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -15,13 +15,25 @@ CHART = ROOT / "helm" / "triptych"
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="session")
-def helm() -> Helm:
+def helm_of(version: str) -> Helm:
+    """Run helm of a major version."""
+
     def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "tools" / "helm.py"), *arguments]
+        command = [str(binary(version)), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=check)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def helm() -> Helm:
+    return helm_of("4")
+
+
+@pytest.fixture(scope="session", params=["3", "4"], ids=lambda version: f"helm {version}")
+def each_helm(request: pytest.FixtureRequest) -> Helm:
+    """The oldest and the newest helm that the chart supports."""
+    return helm_of(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -97,19 +97,27 @@ async def test_a_user_with_edit_may_write_services_and_scale_pools(installed: Co
     installed.kubectl("delete", "namespace", "editors", "--wait=false")
 
 
-def test_helm_installs_upgrades_and_keeps_the_crds(
-    helm: Helm, chart: str, control_plane: ControlPlane
+def test_helm_installs_upgrades_rolls_back_and_keeps_the_crds(
+    each_helm: Helm, chart: str, control_plane: ControlPlane
 ) -> None:
+    helm = each_helm
     release = ("-n", "helm-system", f"--kubeconfig={control_plane.kubeconfig}")
     own = ("--set", "fullnameOverride=by-helm,crds.enabled=false,rbac.create=false")
     control_plane.kubectl("apply", "-f", str(ROOT / "crds"))
     notes = helm("install", "second", chart, "--create-namespace", *release, *own).stdout
     assert "kubectl apply -f examples/quickstart/" in notes
+
+    def replicas() -> str:
+        place = ("-n", "helm-system", "get", "deployment", "by-helm")
+        return control_plane.kubectl(*place, "-o", "jsonpath={.spec.replicas}").stdout
+
     helm("upgrade", "second", chart, *release, *own, "--set", "replicas=2")
-    replicas = control_plane.kubectl(
-        "-n", "helm-system", "get", "deployment", "by-helm", "-o", "jsonpath={.spec.replicas}"
-    ).stdout
-    assert replicas == "2"
+    assert replicas() == "2"
+    helm("rollback", "second", "1", *release)
+    assert replicas() == "1"
+    refused = helm("upgrade", "second", chart, *release, "--set", "replica=2", check=False)
+    assert refused.returncode == 1
+    assert "replica" in refused.stderr
     helm("uninstall", "second", *release)
     assert control_plane.kubectl("get", "crd", f"{names.PLURAL_SERVICE}.{names.GROUP}").stdout
 

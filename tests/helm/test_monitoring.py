@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -151,14 +150,9 @@ def test_the_notes_name_what_prometheus_still_needs(helm: Helm, chart: str) -> N
 
 
 @pytest.mark.parametrize("more", [(), CRDS], ids=["without CRDs", "with CRDs"])
-def test_helm_3_renders_the_same_objects(helm: Helm, chart: str, more: tuple[str, ...]) -> None:
-    old = shutil.which("helm3")
-    if old is None:
-        pytest.skip("there is no helm3 on PATH")
-
-    def helm_3(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([old, *arguments], capture_output=True, text=True, check=True)
-
+def test_helm_3_and_4_render_the_same_objects(
+    each_helm: Helm, helm: Helm, chart: str, more: tuple[str, ...]
+) -> None:
     def objects(program: Helm) -> dict[tuple[str, ...], Manifest]:
         found = rendered(program, chart, *more, *BOARDS)
         return {
@@ -166,4 +160,4 @@ def test_helm_3_renders_the_same_objects(helm: Helm, chart: str, more: tuple[str
             for one in found
         }
 
-    assert objects(helm_3) == objects(helm)
+    assert objects(each_helm) == objects(helm)
