@@ -44,6 +44,7 @@ SETTLED = {
     "spec.pools.*.variants[].preference": Restarts.NONE,
     "spec.pools.*.variants[].maxReplicas": Restarts.NONE,
     "spec.gateway.image": Restarts.GATEWAY,
+    "spec.gateway.scaling": Restarts.NONE,
     "spec.gateway.resources": Restarts.GATEWAY,
     "spec.gateway.placement": Restarts.GATEWAY,
     "spec.gateway.auth.secretRef": Restarts.GATEWAY,

@@ -111,6 +111,22 @@ class GatewayLimits(Model):
     )
 
 
+class GatewayScaling(Model):
+    """Bounds of the number of gateway pods that another scaler sets."""
+
+    min_replicas: int = field(..., "Minimum number of gateway pods.", example=2, ge=1, le=100)
+    max_replicas: int = field(..., "Maximum number of gateway pods.", example=10, ge=1, le=100)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="gateway-min-max",
+            holds="self.minReplicas <= self.maxReplicas",
+            message="minReplicas is greater than maxReplicas: lower it, or raise maxReplicas",
+            at=".minReplicas",
+        ),
+    )
+
+
 class Gateway(Model):
     """The OpenAI-compatible gateway of the service."""
 
@@ -122,6 +138,13 @@ class Gateway(Model):
         restarts=Restarts.NONE,
         ge=1,
         le=100,
+    )
+    scaling: GatewayScaling | None = field(
+        None,
+        "Lets HPA, KEDA or kubectl scale set the number, on the VLMPool NAME-gateway; `replicas` "
+        "is then where it starts.",
+        unset="replicas is the number",
+        restarts=Restarts.NONE,
     )
     image: ImageName | None = field(
         None,

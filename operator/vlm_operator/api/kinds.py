@@ -11,6 +11,7 @@ from vlm_operator.api.enums import ScalingMode
 from vlm_operator.api.placement import Labels, Toleration
 from vlm_operator.api.policy import PoolRole
 from vlm_operator.api.status import Condition, Text
+from vlm_operator.names import Role
 
 
 class ServiceRef(Model):
@@ -32,9 +33,7 @@ class VLMPoolSpec(Model):
     service_ref: ServiceRef | None = field(
         None, "The VLMService it belongs to.", unset="being written"
     )
-    role: PoolRole | None = field(
-        None, "The role it counts.", example="decode", unset="being written"
-    )
+    role: Role | None = field(None, "The role it counts.", example="decode", unset="being written")
     replicas: int = field(
         ..., "Replicas wanted; kubectl scale, HPA and KEDA write here.", example=2, ge=0, le=10_000
     )

@@ -83,6 +83,7 @@ def plan(
             *_services(service),
             *_budgets(service, observed, desired),
             *(_pool(service, role) for role in roles),
+            *_gateway_pool(service),
             *deployments(service, observed, revisions, replicas, step),
             *gateway_deployments(service, observed, revisions[Role.GATEWAY, ""], step),
         )
@@ -201,6 +202,20 @@ def _budgets(
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         }
         yield _object(service, PDB, role, spec=spec)
+
+
+def _gateway_pool(service: VLMService) -> Iterator[Manifest]:
+    """Yield the VLMPool of the gateway, if another scaler sets its replicas."""
+    scaling = service.spec.gateway.scaling
+    if scaling is not None:
+        spec = {
+            "serviceRef": {"name": service.name, "uid": service.uid},
+            "role": Role.GATEWAY.value,
+            "mode": ScalingMode.EXTERNAL.value,
+            "minReplicas": scaling.min_replicas,
+            "maxReplicas": scaling.max_replicas,
+        }
+        yield _object(service, VLM_POOL, Role.GATEWAY, spec=spec)
 
 
 def _pool(service: VLMService, role: Role) -> Manifest:

@@ -106,7 +106,7 @@ def plan_turn(
         SpecError: the manifest cannot be applied to this cluster.
     """
     deployments = observed.deployments()
-    placed = place(written, observed.node_classes)
+    placed = _with_gateways(place(written, observed.node_classes), observed)
     worker, gateway = options.worker_image, options.gateway_image
     service, shared = keep_defaults(placed, deployments, worker_image=worker, gateway_image=gateway)
     images = options.plan.images
@@ -325,4 +325,22 @@ def _pool_replicas(
         )
         if now != decision.claim or other_owner:
             counts[role] = decision.claim
+    gateway = service.spec.gateway
+    if gateway.scaling and observed.pool_replicas(service.name, Role.GATEWAY) is None:
+        counts[Role.GATEWAY] = gateway.replicas
     return counts
+
+
+def _with_gateways(service: VLMService, observed: Observed) -> VLMService:
+    """Take the number of gateways from their VLMPool, within its bounds, if they have one.
+
+    Without the VLMPool, which somebody may have deleted, it is that of the live Deployments.
+    """
+    gateway = service.spec.gateway
+    if gateway.scaling is None:
+        return service
+    live = sum(item.desired for item in observed.deployments() if item.role is Role.GATEWAY)
+    wanted = observed.pool_replicas(service.name, Role.GATEWAY) or live or gateway.replicas
+    count = min(max(wanted, gateway.scaling.min_replicas), gateway.scaling.max_replicas)
+    scaled = gateway.model_copy(update={"replicas": count})
+    return service.model_copy(update={"spec": service.spec.model_copy(update={"gateway": scaled})})

@@ -125,7 +125,8 @@ class Reporter:
     async def pools(self, view: StatusInputs) -> dict[tuple[str, str], Manifest]:
         """Write each VLMPool's status, which HPA reads; returns the written pools."""
         written = {}
-        for role in view.service.spec.pools.present:
+        front = [Role.GATEWAY] if view.service.spec.gateway.scaling else []
+        for role in (*view.service.spec.pools.present, *front):
             key = (names.KIND_POOL, names.child(self._name, role))
             pool = view.observed.child(*key)
             wanted = pool_status_of_kind(view, role)

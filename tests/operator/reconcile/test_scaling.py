@@ -5,7 +5,9 @@ from support.load import auto, loaded_world, replicas, run
 from support.world import World, body, external, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
+    DEPLOYMENT,
     EVENT,
+    PDB,
     POD,
     VLM_POOL,
 )
@@ -141,3 +143,74 @@ def test_a_pool_that_shrinks_without_waiting_grows_and_shrinks():
     world.scraper.tokens = 0
     run(world, turns=40)
     assert replicas(world) < grown
+
+
+def front(replicas: int = 1, minimum: int = 1, maximum: int = 4) -> World:
+    scaling = {"minReplicas": minimum, "maxReplicas": maximum}
+    spec = {"gateway": {"replicas": replicas, "scaling": scaling}}
+    return World(body(spec, decode=pool()))
+
+
+def test_gateways_follow_the_scale_of_their_pool_within_its_bounds():
+    world = front(replicas=2)
+    world.converge()
+    assert gateways(world) == 2
+    world.scale("gateway", 3)
+    world.converge()
+    assert gateways(world) == 3
+    found = next(item for item in world.cluster.all(VLM_POOL) if item["spec"]["role"] == "gateway")
+    assert found["status"]["replicas"] == found["status"]["readyReplicas"] == 3
+    assert "triptych.dev/role=gateway" in found["status"]["selector"]
+    world.scale("gateway", 9)
+    world.converge()
+    assert gateways(world) == 4
+    assert [item["spec"]["maxUnavailable"] for item in world.cluster.all(PDB)] == [1]
+    before = world.written()
+    world.turn()
+    assert world.written() == before
+
+
+def test_a_deleted_pool_of_gateways_is_created_again_with_the_live_count():
+    world = front()
+    world.converge()
+    world.scale("gateway", 3)
+    world.converge()
+    world.cluster.remove(VLM_POOL, "ns", "demo-gateway")
+    world.turn()
+    world.converge()
+    assert gateways(world) == 3
+    counts = {
+        item["spec"]["role"]: item["spec"]["replicas"] for item in world.cluster.all(VLM_POOL)
+    }
+    assert counts["gateway"] == 3
+
+
+def test_without_scaling_the_manifest_has_the_number_and_the_pool_goes():
+    world = front()
+    world.converge()
+    world.scale("gateway", 3)
+    world.converge()
+    world.apply(body({"gateway": {"replicas": 2}}, decode=pool()))
+    world.converge()
+    assert gateways(world) == 2
+    assert [item["spec"]["role"] for item in world.cluster.all(VLM_POOL)] == ["decode"]
+
+
+def test_a_stopped_service_has_no_gateways_whatever_the_scale():
+    world = front()
+    world.converge()
+    scaling = {"minReplicas": 1, "maxReplicas": 4}
+    spec = {"stopped": True, "gateway": {"scaling": scaling}}
+    world.apply(body(spec, decode=pool()))
+    world.converge()
+    world.scale("gateway", 3)
+    world.converge()
+    assert gateways(world) == 0
+
+
+def gateways(world: World) -> int:
+    return sum(
+        item["spec"]["replicas"]
+        for item in world.cluster.all(DEPLOYMENT)
+        if item["metadata"]["labels"][names.LABEL_ROLE] == "gateway"
+    )
