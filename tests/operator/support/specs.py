@@ -220,6 +220,10 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Autoscaling": lambda spec: {"fallbackReplicas": {}, **spec},
     "EnvSource": _source,
     "EnvVar": lambda spec: _one_of(spec, "value", "valueFrom"),
+    "GatewayScaling": lambda spec: {
+        **spec,
+        "maxReplicas": max(spec["minReplicas"], spec["maxReplicas"]),
+    },
     "KvCache": lambda spec: _one_of(
         {**spec, "memory": "1e9"} if "memory" in spec else spec, "memory", "memoryPercent"
     ),
