@@ -136,3 +136,102 @@ def test_every_other_change_of_a_pod_is_refused(
 
 def test_others_are_not_bounded(cluster: ControlPlane):
     cluster.kubectl("-n", SPACE, "label", "pod", "own", "x=y", "--dry-run=server")
+
+
+CA = "triptych-operator-ca"
+CERTIFIED = {"triptych.dev/identity": "decode"}
+
+
+def secret(
+    name: str,
+    *owners: dict[str, Any],
+    space: str = SPACE,
+    labels: dict[str, str] = CERTIFIED,
+    kind: str = "kubernetes.io/tls",
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": name,
+            "namespace": space,
+            "labels": labels,
+            "ownerReferences": list(owners),
+        },
+        "type": kind,
+        "data": {"tls.crt": "eA==", "tls.key": "eA=="},
+    }
+
+
+@pytest.fixture(scope="module")
+def with_secrets(cluster: ControlPlane) -> ControlPlane:
+    """With Secrets of a service, of somebody else, and one that only wears the label."""
+    for item in (
+        secret("own", OWNER),
+        secret("password", labels={}, kind="Opaque"),
+        secret("labelled"),
+        secret("owned", OWNER, labels={}),
+    ):
+        cluster.kubectl("create", "-f", "-", stdin=json.dumps(item))
+
+    async def refuses() -> bool:
+        return "with certificates of VLMServices" in create(cluster, secret("probe")).stderr
+
+    asyncio.run(until(refuses, seconds=60, awaited="the policy of Secrets to be in force"))
+    return cluster
+
+
+def patch_secret(cluster: ControlPlane, name: str, *, dry_run: bool, change: Any) -> str:
+    """Patch a Secret as the operator; returns the error, or the answer's data if it is accepted."""
+    token = cluster.kubectl("-n", "triptych-system", "create", "token", "triptych-operator").stdout
+    access = dataclasses.replace(cluster.access, token=token.strip(), certificate=None, key=None)
+    path = f"/api/v1/namespaces/{SPACE}/secrets/{name}"
+
+    async def ask() -> str:
+        async with Client(access) as api:
+            try:
+                extra = {"dryRun": "All"} if dry_run else {}
+                answer = await api.patch(path, change, kind=STRATEGIC, **extra)
+            except ApiError as error:
+                return str(error)
+        return str(sorted(answer["data"]))
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("name", ["password", "labelled", "owned"])
+def test_another_secret_is_not_read_by_a_patch(
+    with_secrets: ControlPlane, name: str, dry_run: bool
+):
+    for change in (
+        {},
+        {"metadata": {"annotations": {"a": "b"}}},
+        {"metadata": {"ownerReferences": [OWNER], "labels": CERTIFIED}},
+    ):
+        answer = patch_secret(with_secrets, name, dry_run=dry_run, change=change)
+        assert "with certificates of VLMServices" in answer
+    change = {"metadata": {"annotations": {"a": "b"}}}
+    assert "tls.key" in patch_secret(with_secrets, "own", dry_run=dry_run, change=change)
+
+
+def test_no_other_type_of_secret_is_created(with_secrets: ControlPlane):
+    assert create(with_secrets, secret("new", OWNER)).returncode == 0
+    token = secret("new", OWNER, kind="kubernetes.io/service-account-token")
+    token["metadata"]["annotations"] = {"kubernetes.io/service-account.name": "default"}
+    for item in (secret("new"), secret("new", OWNER, labels={}), token):
+        refused = create(with_secrets, item)
+        assert "with certificates of VLMServices" in refused.stderr
+    away = secret("other", space="triptych-system", labels={}, kind="Opaque")
+    assert "with certificates" in create(with_secrets, away).stderr
+    assert (
+        create(with_secrets, {**away, "metadata": {**away["metadata"], "name": CA}}).returncode == 0
+    )
+
+
+def test_no_secret_of_a_service_is_read_or_deleted(with_secrets: ControlPlane):
+    for verb in ("get", "list", "watch", "delete", "update"):
+        asked = with_secrets.kubectl(
+            "-n", SPACE, "auth", "can-i", verb, "secrets/own", f"--as={OPERATOR}", check=False
+        )
+        assert asked.stdout.strip() == "no"

@@ -120,4 +120,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [events]
   verbs: [get, create, patch]
+{{- if has "OperatorCA" .Values.identity.issuers }}
+# certificates of pods: written and compared by patch, never read; the admission policy bounds it
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, patch]
+{{- end }}
+{{- if has "CertManager" .Values.identity.issuers }}
+- apiGroups: [cert-manager.io]
+  resources: [certificates]
+  verbs: [create, patch]
+{{- end }}
 {{- end -}}
