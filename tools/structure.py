@@ -38,7 +38,7 @@ class Count(NamedTuple):
 # and says why.
 LIMITS = {
     "worker": Count(lines=32_320, single_importers=36, short_files=16),
-    "operator": Count(lines=37_500, single_importers=46, short_files=32),
+    "operator": Count(lines=38_900, single_importers=47, short_files=32),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 

@@ -22,6 +22,7 @@ from vlm_operator.apply.learned import Learned
 from vlm_operator.autoscale.constants import CONSTANTS, parse_constants
 from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind
 from vlm_operator.errors import OperatorError
+from vlm_operator.identity.authority import Authority
 from vlm_operator.informer import CachedClient, Informer
 from vlm_operator.kopf_events import Kopf, ServiceEvents
 from vlm_operator.leader import AT_ONCE, BackgroundLoop, Fenced, Lease, Timing
@@ -121,6 +122,10 @@ def _parts(
     }
     cluster = CachedClient(Fenced(connection, lease), informers)
 
+    authority = Authority(
+        cluster, namespace=settings.lease_namespace, name=f"{settings.lease_name}-ca"
+    )
+
     def make_reconciler(namespace: str, name: str) -> ServiceReconciler:
         return ServiceReconciler(
             namespace,
@@ -135,6 +140,7 @@ def _parts(
             learned=learned,
             book=book,
             gate=gate,
+            authority=authority,
         )
 
     workers = Workers(make_reconciler, clock=time.monotonic)
@@ -182,6 +188,7 @@ def _options(settings: Settings) -> Options:
         gateway_image=settings.gateway_image,
         cluster_domain=settings.cluster_domain,
         spare_seconds=settings.spare_seconds,
+        identity="" if settings.identity_mode == "Off" else settings.identity_mode,
         constants=CONSTANTS if file is None else parse_constants(file.read_text()),
         plan=PlanOptions(images=images, network=network),
     )

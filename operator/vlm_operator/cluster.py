@@ -35,6 +35,7 @@ class Kind:
 
 SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+SECRET = Kind("v1", "Secret", "secrets")  # written and never read in watched namespaces
 SERVICE = Kind("v1", "Service", "services")
 POD = Kind("v1", "Pod", "pods")
 EVENT = Kind("v1", "Event", "events")
@@ -45,6 +46,7 @@ NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"
 PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")  # created by Deployments, not by us
+CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 REVIEW = Kind(
     "authorization.k8s.io/v1", "SubjectAccessReview", "subjectaccessreviews", namespaced=False
@@ -83,6 +85,8 @@ KINDS = {
         POD,
         EVENT,
         NODE,
+        SECRET,
+        CERTIFICATE,
         LEASE,
         REVIEW,
         SELF_REVIEW,
@@ -138,6 +142,27 @@ class Cluster(Protocol):
         """Merge-patch an existing object: maps are merged, lists are replaced.
 
         It removes items that other managers added to a keyed list; server-side apply keeps them.
+        """
+        ...
+
+    async def metadata_if(
+        self, kind: Kind, namespace: str, name: str, expected: Mapping[str, str]
+    ) -> Manifest | None:
+        """Compare fields of an object by a JSON patch of tests, which changes nothing.
+
+        It needs the permission `patch`, not `get`. The answer has no data.
+
+        Args:
+            kind: kind of the object.
+            namespace: its namespace.
+            name: its name.
+            expected: values by JSON pointer, such as `/metadata/resourceVersion`.
+
+        Returns:
+            The object's metadata if all values are equal; None if it does not exist.
+
+        Raises:
+            DiffersError: a value differs.
         """
         ...
 

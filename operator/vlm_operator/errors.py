@@ -5,8 +5,10 @@ OperatorError
 ├── NameConflictError       user: an object of that name has another owner       Stalled=True
 ├── ClusterError            depends on the status and reason of the API server
 │   ├── ConflictError       operator: read the object again, decide again (409)
+│   ├── DiffersError        the caller: it asked for a comparison (422)
 │   ├── NamespaceEndsError  none: the namespace is being deleted
 │   └── UnavailableError    none: the operator retries until the API server answers
+├── IdentityError           depends on its message: certificates cannot be issued
 └── LeaseLostError          none: the process writes nothing until it leads again or ends
 """
 
@@ -55,12 +57,20 @@ class ConflictError(ClusterError):
     """Another writer changed the object since it was read."""
 
 
+class DiffersError(ClusterError):
+    """A field of the object has another value than `Cluster.metadata_if` expects."""
+
+
 class NamespaceEndsError(ClusterError):
     """The namespace is being deleted, so the API server creates no objects in it."""
 
 
 class UnavailableError(ClusterError):
     """The API server cannot be reached or is overloaded (429, 5xx, a broken connection)."""
+
+
+class IdentityError(OperatorError):
+    """A certificate cannot be issued; the message names the cause and the fix."""
 
 
 class LeaseLostError(OperatorError):

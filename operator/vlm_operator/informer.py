@@ -205,6 +205,11 @@ class CachedClient:
     async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
         return self._written(await self._cluster.merge(manifest, manager=manager))
 
+    async def metadata_if(
+        self, kind: Kind, namespace: str, name: str, expected: Mapping[str, str]
+    ) -> Manifest | None:
+        return await self._cluster.metadata_if(kind, namespace, name, expected)
+
     async def create(self, manifest: Manifest) -> Manifest:
         return self._written(await self._cluster.create(manifest))
 

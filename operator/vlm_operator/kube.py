@@ -26,10 +26,17 @@ from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
 from vlm_operator.cluster import POD, Kind, Manifest, Page, WatchEvent, WatchEventType, kind_of
-from vlm_operator.errors import ClusterError, ConflictError, NamespaceEndsError, UnavailableError
+from vlm_operator.errors import (
+    ClusterError,
+    ConflictError,
+    DiffersError,
+    NamespaceEndsError,
+    UnavailableError,
+)
 
 REQUEST_TIMEOUT_SECONDS = 5.0
 _LOG_SECONDS = 60.0  # one whole log
+_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _PAGE = 250  # objects; parsing more at once would block the event loop
 
 
@@ -202,6 +209,26 @@ class KubeCluster:
             content_type="application/merge-patch+json",
             field_manager=manager,
         )
+
+    async def metadata_if(
+        self, kind: Kind, namespace: str, name: str, expected: Mapping[str, str]
+    ) -> Manifest | None:
+        tests = [{"op": "test", "path": path, "value": value} for path, value in expected.items()]
+        try:
+            answer = await self._request(
+                "patch",
+                self._path(kind, namespace, name),
+                body=tests,
+                content_type="application/json-patch+json",
+                header_params={"Accept": _METADATA_ONLY},
+            )
+        except ClusterError as error:
+            if error.status == 404:
+                return None
+            if error.status == 422:
+                raise DiffersError(422, error.reason, error.message) from None
+            raise
+        return cast("Manifest", answer["metadata"])
 
     async def create(self, manifest: Manifest) -> Manifest:
         path = self._path(kind_of(manifest), manifest["metadata"].get("namespace"))

@@ -251,6 +251,12 @@ class Fenced:
         async with self._write():
             return await self._cluster.merge(manifest, manager=manager)
 
+    async def metadata_if(
+        self, kind: Kind, namespace: str, name: str, expected: Mapping[str, str]
+    ) -> Manifest | None:
+        async with self._gate:
+            return await self._cluster.metadata_if(kind, namespace, name, expected)
+
     async def create(self, manifest: Manifest) -> Manifest:
         async with self._write():
             return await self._cluster.create(manifest)

@@ -42,6 +42,23 @@ LOOP_LAG = Histogram(
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
     registry=REGISTRY,
 )
+IDENTITY_ISSUED = Counter(
+    "triptych_operator_identity_issued",
+    "Certificates that the operator issued, by cause.",
+    ["cause"],
+    registry=REGISTRY,
+)
+IDENTITY_FAILURES = Counter(
+    "triptych_operator_identity_failures",
+    "Failed attempts to issue a certificate or to compare its Secret.",
+    registry=REGISTRY,
+)
+IDENTITY_EXPIRY = Gauge(
+    "triptych_operator_identity_expiry_seconds",
+    "End of the validity of a role's certificate, in seconds since the epoch.",
+    ["namespace", "service", "role"],
+    registry=REGISTRY,
+)
 LEADER = Gauge("triptych_operator_leader", "1 while this process leads.", registry=REGISTRY)
 SCALE_DECISIONS = Counter(
     "triptych_scale_decisions",
@@ -98,6 +115,7 @@ ITL_TARGET = Gauge(
     registry=REGISTRY,
 )
 OF_A_SERVICE = (
+    IDENTITY_EXPIRY,
     SCALE_DECISIONS,
     DESIRED_REPLICAS,
     RECOMMENDED_REPLICAS,

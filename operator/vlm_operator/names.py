@@ -47,6 +47,7 @@ FINALIZER = f"{GROUP}/drain"
 GATE_ACCEPTING = f"{GROUP}/accepting"
 OPERATOR_NAMESPACE = "triptych-system"
 OPERATOR_LEASE = "triptych-operator"
+CA_SECRET = f"{OPERATOR_LEASE}-ca"
 
 PORT_GRPC = 9000
 PORT_HTTP = 9001

@@ -39,6 +39,7 @@ class Settings:
     monitoring_namespace: str = ""
     model_sources: tuple[str, ...] = ()
     network_policies: bool = True
+    identity_mode: str = "Off"
     resync_seconds: float = 60.0
     relist_seconds: float = 1800.0
     watch_seconds: int = 300
@@ -106,6 +107,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "hf:// model reach; repeatable; default: none")  # fmt: skip
     add("--no-network-policies", dest="network_policies", action="store_false",
         help="create no NetworkPolicies for services; delete existing ones")  # fmt: skip
+    add("--identity-mode", default=default.identity_mode, choices=["OperatorCA", "Off"],
+        help="issuer of certificates, if spec.identity names none (%(default)s)")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
         help="maximum time between full turns of a service, and interval of the lists that "
         "find changes of VLMServices without an event (%(default)s)")  # fmt: skip

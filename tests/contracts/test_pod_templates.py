@@ -34,6 +34,7 @@ def planned() -> TurnPlan:
     manifest["metadata"]["namespace"] = "ns"
     manifest["spec"]["stopped"] = False
     manifest["spec"].pop("tracing")
+    manifest["spec"].pop("identity")
     manifest["spec"]["gateway"].pop("tls")
     for pool in manifest["spec"]["pools"].values():
         pool.pop("podTemplate", None)

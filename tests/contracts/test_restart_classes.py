@@ -55,6 +55,7 @@ SETTLED = {
     "spec.gateway.podTemplate": Restarts.GATEWAY,
     "spec.transfer": Restarts.PODS,
     "spec.tracing": Restarts.PODS,
+    "spec.identity": Restarts.PODS,
 }
 
 

@@ -27,6 +27,7 @@ _OTHER_CONDITIONS = (
     ("ScalingActive", "False"),
     ("MetricsAvailable", "False"),
     ("CapacitySufficient", "False"),
+    ("CertificatesReady", "False"),
     ("SLOAttainable", "False"),
 )
 # Reasons of these that a user chose, or that the check `pods` reports in more detail.

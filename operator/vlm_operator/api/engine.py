@@ -15,6 +15,7 @@ OWNED_ARGS = (
     "--block-size", "--dtype", "--kv-dtype", "--kv-memory-bytes", "--kv-memory-percent",
     "--kv-reserve-percent", "--max-model-len", "--drain-timeout-seconds", "--compat",
     "--namespace", "--service", "--worker", "--config", "--api-keys-dir", "--tls-dir",
+    "--identity-dir",
 )  # fmt: skip
 OWNED_ENV = (
     "POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME",

@@ -106,6 +106,14 @@ class OnExceeded(enum.StrEnum):
     REJECT = "Reject"
 
 
+class IdentityMode(enum.StrEnum):
+    """The issuer of the pods' certificates, or plaintext."""
+
+    OPERATOR_CA = "OperatorCA"
+    CERT_MANAGER = "CertManager"
+    OFF = "Off"
+
+
 class TransferMode(enum.StrEnum):
     """The transport of KV and embeddings between pods."""
 

@@ -28,7 +28,8 @@ from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 
 OWNED_LABEL_DOMAINS = ("triptych.dev/", "app.kubernetes.io/")
-OWNED_MOUNTS = ("/models", "/tmp", "/etc/triptych")  # noqa: S108
+IDENTITY_PATH = "/var/run/triptych/identity"
+OWNED_MOUNTS = ("/models", "/tmp", "/etc/triptych", "/var/run/triptych")  # noqa: S108
 OWNED_VOLUME_PREFIX = "triptych-"
 LIST_KEYS: Mapping[str, str] = {
     "containers": "name",
@@ -170,7 +171,12 @@ def _check_own_container(container: Mapping[str, Any], role: Role, path: str) ->
         if name in OWNED_ENV or name.startswith(OWNED_ENV_PREFIX):
             raise SpecError(f"{path}.env[{name}]", "is set by the operator: remove it")
     for mount in container.get("volumeMounts") or ():
-        where = mount["mountPath"]
+        where = mount["mountPath"].rstrip("/") or "/"
+        if IDENTITY_PATH.startswith(f"{where.rstrip('/')}/"):
+            raise SpecError(
+                f"{path}.volumeMounts[{where}]",
+                f"hides {IDENTITY_PATH}, which is the operator's: choose another path",
+            )
         if any(where == own or where.startswith(f"{own}/") for own in OWNED_MOUNTS):
             raise SpecError(
                 f"{path}.volumeMounts[{where}]",

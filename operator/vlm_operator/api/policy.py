@@ -6,9 +6,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from vlm_operator.api.base import Model, Quantity, Rule, field, not_built, shaped
+from vlm_operator.api.base import Model, ObjectName, Quantity, Rule, field, not_built, shaped
 from vlm_operator.api.enums import (
     AutoscalingPolicy,
+    IdentityMode,
     MissingMetrics,
     Modality,
     NoSpareCapacity,
@@ -198,6 +199,44 @@ class Transfer(Model):
             instead="use Auto or Stream",
         )
         for name in ("embeddings", "kv")
+    )
+
+
+IssuerKind = Annotated[str, Field(max_length=63, pattern="^[A-Z][A-Za-z0-9]*$")]
+
+
+class IssuerRef(Model):
+    """An issuer of cert-manager."""
+
+    name: ObjectName = field(..., "Name of the issuer.", example="internal-ca")
+    kind: IssuerKind = field("Issuer", "Kind of the issuer.", example="ClusterIssuer")
+    group: ObjectName = field(
+        "cert-manager.io", "API group of the issuer.", example="awspca.cert-manager.io"
+    )
+
+
+class Identity(Model):
+    """Mutual TLS between the pods of the service: one certificate per role."""
+
+    mode: IdentityMode | None = field(
+        None,
+        "Issuer of the certificates: the operator's CA, an issuer of cert-manager, or Off for "
+        "plaintext.",
+        example="OperatorCA",
+        unset="the operator's --identity-mode when the pods were first created",
+    )
+    issuer_ref: IssuerRef | None = field(
+        None, "Issuer of cert-manager, for mode CertManager.", unset="no issuer"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="identity-issuer",
+            holds="has(self.issuerRef) == (has(self.mode) && self.mode == 'CertManager')",
+            message="mode CertManager needs issuerRef, and other modes have none: "
+            "set both or remove it",
+            at=".issuerRef",
+        ),
     )
 
 

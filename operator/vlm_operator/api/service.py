@@ -11,6 +11,7 @@ from vlm_operator.api.policy import (
     Admission,
     Autoscaling,
     Budget,
+    Identity,
     PoolRatio,
     Rollout,
     Slo,
@@ -37,7 +38,7 @@ class VLMServiceSpec(Model):
     )
     paused: bool = field(
         False,
-        "Write nothing except status, the accepting gate and deletions.",
+        "Write nothing except status, the accepting gate, certificates and deletions.",
         example=True,
         restarts=Restarts.NONE,
     )
@@ -80,6 +81,9 @@ class VLMServiceSpec(Model):
         Transfer(),
         "How KV blocks and embeddings are transferred between pods.",
         restarts=Restarts.PODS,
+    )
+    identity: Identity = field(
+        Identity(), "Mutual TLS between the pods of the service.", restarts=Restarts.PODS
     )
     rollout: Rollout = field(
         Rollout(), "How a new revision replaces the old one.", restarts=Restarts.NONE

@@ -23,6 +23,7 @@ ConditionType = Literal[
     "ScalingActive",
     "MetricsAvailable",
     "CapacitySufficient",
+    "CertificatesReady",
     "SLOAttainable",
     "RolloutProgressing",
     "Reconciling",
@@ -146,6 +147,19 @@ class SloStatus(Model):
     dominant_stage: Word | None = field(None, "The stage with the largest share.")
 
 
+class CertificateStatus(Model):
+    """The certificate of one role, without its key."""
+
+    secret: Word = field(..., "Secret that contains it.")
+    role: Word = field(..., "Role of the pods that use it.")
+    issuer: Text = field(..., "Its issuer.")
+    serial: Word | None = field(None, "Serial number, in hexadecimal.")
+    not_before: Time = field(..., "Start of its validity.")
+    not_after: Time = field(..., "End of its validity.")
+    secret_version: Word | None = field(None, "The resourceVersion of the written Secret.")
+    anchors: Word | None = field(None, "Digest of the trust anchors in the Secret.")
+
+
 class Cost(Model):
     """The cost of the service."""
 
@@ -194,5 +208,8 @@ class VLMServiceStatus(Model):
     )
     cost: Cost | None = field(None, "What the service costs.")
     accelerators: Accelerators | None = field(None, "Devices of all pools together.")
+    identity: list[CertificateStatus] | None = field(
+        None, "Certificates that the pods use.", keys="secret", max_length=32
+    )
     effective: Open | None = field(None, "Defaults that took effect, spelt as in spec.")
     summary: Summary | None = field(None, "What kubectl get prints.")

@@ -13,6 +13,7 @@ from vlm_operator.pods.parts import (
     Part,
     container_security,
     environment,
+    identity_mount,
     labels,
     model_mount,
     pod_spec,
@@ -59,6 +60,9 @@ def gateway_template(service: VLMService, revision: Revision) -> Part:
         mounts.append({"name": "triptych-tls", "mountPath": TLS_PATH, "readOnly": True})
         secret = {"secretName": gateway.tls.secret_ref.name}
         volumes.append({"name": "triptych-tls", "secret": secret})
+    identity = identity_mount(service, revision)
+    mounts += identity.mounts
+    volumes += identity.volumes
     container = {
         "name": "gateway",
         "image": gateway.image,
@@ -111,6 +115,7 @@ def arguments(service: VLMService, revision: Revision) -> list[str]:
         found.append(f"--api-keys-dir={KEYS_PATH}")
     if service.spec.gateway.tls.secret_ref is not None:
         found.append(f"--tls-dir={TLS_PATH}")
+    found += identity_mount(service, revision).args
     if model.max_model_len is not None:
         found.append(f"--max-model-len={model.max_model_len}")
     return [*found, *_limit_arguments(service.spec.gateway)]

@@ -12,8 +12,10 @@ from typing import Any
 from vlm_operator import names
 from vlm_operator.api import VLMService
 from vlm_operator.api.placement import Placement
+from vlm_operator.api.pod_template import IDENTITY_PATH
 from vlm_operator.names import Role
 from vlm_operator.state import Revision
+from vlm_operator.state.identities import secret_name
 
 MODEL_PATH = "/models/model"
 CACHE_PATH = "/models/cache"
@@ -126,6 +128,37 @@ def model_mount(service: VLMService) -> ModelMount:
         mount={"name": "triptych-model-cache", "mountPath": CACHE_PATH},
         volume={"name": "triptych-model-cache", "emptyDir": {}},
         env=() if secret is None else (token,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class IdentityMount:
+    """The parts of a pod that give a container its certificate; empty for plaintext."""
+
+    args: tuple[str, ...] = ()
+    mounts: tuple[Part, ...] = ()
+    volumes: tuple[Part, ...] = ()
+
+
+def identity_mount(service: VLMService, revision: Revision) -> IdentityMount:
+    """Mount the Secret of a role.
+
+    The mode of the files is 0444: only the containers that mount the volume can read them. With
+    0440 a pod needs an fsGroup, which changes the owner of other volumes, too, and which OpenShift
+    refuses.
+    """
+    identity = revision.resolved.identity
+    if not identity:
+        return IdentityMount()
+    secret = {
+        "secretName": secret_name(service.name, revision.role, identity),
+        "defaultMode": 0o444,
+    }
+    name = "triptych-identity"
+    return IdentityMount(
+        args=(f"--identity-dir={IDENTITY_PATH}",),
+        mounts=({"name": name, "mountPath": IDENTITY_PATH, "readOnly": True},),
+        volumes=({"name": name, "secret": secret},),
     )
 
 

@@ -22,6 +22,7 @@ from vlm_operator.pods.parts import (
     Part,
     container_security,
     environment,
+    identity_mount,
     labels,
     model_mount,
     pod_spec,
@@ -34,7 +35,7 @@ from vlm_operator.state import NodeClassState, Revision
 
 def worker_template(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> Part:
     role = revision.role
-    model = model_mount(service)
+    model, identity = model_mount(service), identity_mount(service, revision)
     container = {
         "name": "worker",
         "image": pool.image,
@@ -49,16 +50,13 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
             {"name": "grpc", "containerPort": names.PORT_GRPC, "protocol": "TCP"},
             {"name": "http", "containerPort": names.PORT_HTTP, "protocol": "TCP"},
         ],
-        **probes(
-            service,
-            {"grpc": {"port": names.PORT_GRPC, "service": role.value}},
-            live={"path": "/healthz", "port": "http"},
-        ),
+        **probes(service, _readiness(revision), live={"path": "/healthz", "port": "http"}),
         "resources": variant.resources.to_dict(),
         "securityContext": container_security(),
         "volumeMounts": [
             {"name": "triptych-tmp", "mountPath": "/tmp"},  # noqa: S108
             model.mount,
+            *identity.mounts,
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -72,7 +70,7 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
     spec |= {
         "readinessGates": [{"conditionType": names.GATE_ACCEPTING}],
         "containers": [with_pull_policy(container, revision)],
-        "volumes": [{"name": "triptych-tmp", "emptyDir": {}}, model.volume],
+        "volumes": [{"name": "triptych-tmp", "emptyDir": {}}, model.volume, *identity.volumes],
     }
     template = {"metadata": {"labels": labels(service, revision)}, "spec": spec}
     return with_overlay(template, pool.pod_template, spread=selector(service.name, role))
@@ -98,9 +96,17 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
         f"--drain-timeout-seconds={settled.drain_seconds}",
         f"--compat={settled.compat}",
     ]
+    found += identity_mount(service, revision).args
     if model.max_model_len is not None:
         found.append(f"--max-model-len={model.max_model_len}")
     return found
+
+
+def _readiness(revision: Revision) -> Part:
+    """Return the handler of the readiness probe: a kubelet's gRPC probe cannot use TLS."""
+    if revision.resolved.identity:
+        return {"httpGet": {"path": "/readyz", "port": "http"}}
+    return {"grpc": {"port": names.PORT_GRPC, "service": revision.role.value}}
 
 
 def _thread_arguments(variant: Variant) -> list[str]:

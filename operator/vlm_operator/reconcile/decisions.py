@@ -27,7 +27,12 @@ from vlm_operator.plan.deployments import Options as PlanOptions
 from vlm_operator.pods.worker import place
 from vlm_operator.rollout.drain import PodPatch, plan_drain
 from vlm_operator.rollout.replica_counts import surge_limits
-from vlm_operator.rollout.revisions import current_revisions, drain_seconds, keep_defaults
+from vlm_operator.rollout.revisions import (
+    current_revisions,
+    drain_seconds,
+    keep_defaults,
+    wanted_identities,
+)
 from vlm_operator.rollout.steps import Step, next_step
 from vlm_operator.rollout.target import RolloutTarget, Sizes, select_target, sizes
 from vlm_operator.state import DeploymentState, Key, Observed, Revision
@@ -41,6 +46,7 @@ class Options:
     plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
     spare_seconds: float = 120.0  # a new pod without a node for longer has no capacity
     constants: Constants = CONSTANTS  # of the autoscaler
+    identity: str = ""  # issuer for services that name none; "" for plaintext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,7 @@ class TurnPlan:
         desired: final number of replicas of each pool.
         replicas: replicas of every Deployment now, by role, variant and revision.
         pool_replicas: replica counts that the autoscaler writes into VLMPools.
+        identities: role and issuer of the certificates that pods use.
         draining: names of pods that accept no new requests and finish the running ones.
     """
 
@@ -76,6 +83,7 @@ class TurnPlan:
     pod_patches: tuple[PodPatch, ...]
     draining: tuple[str, ...]
     pool_replicas: Mapping[Role, int]
+    identities: frozenset[tuple[Role, str]]
     plan: Plan
 
     @property
@@ -107,8 +115,13 @@ def plan_turn(
     """
     deployments = observed.deployments()
     placed = _with_gateways(place(written, observed.node_classes), observed)
-    worker, gateway = options.worker_image, options.gateway_image
-    service, shared = keep_defaults(placed, deployments, worker_image=worker, gateway_image=gateway)
+    service, shared = keep_defaults(
+        placed,
+        deployments,
+        worker_image=options.worker_image,
+        gateway_image=options.gateway_image,
+        identity=options.identity,
+    )
     images = options.plan.images
     revisions = current_revisions(
         service, shared, deployments, pull_policy=images.pull_policy, bind=images.bind
@@ -148,6 +161,7 @@ def plan_turn(
         pod_patches=pod_patches,
         draining=draining,
         pool_replicas=_pool_replicas(service, observed, decisions),
+        identities=wanted_identities(revisions.values(), deployments),
         plan=plan(
             service,
             observed,

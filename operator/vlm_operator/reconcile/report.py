@@ -28,6 +28,7 @@ from vlm_operator.metrics import (
     BAD_SAMPLES,
     COST_PER_HOUR,
     DESIRED_REPLICAS,
+    IDENTITY_EXPIRY,
     ITL_TARGET,
     READY_REPLICAS,
     RECOMMENDED_REPLICAS,
@@ -215,6 +216,9 @@ class Reporter:
             changed = changed or before != now
             if before is not None and before[0] != decision.to:
                 SCALE_DECISIONS.labels(*pool, decision.reason).inc()
+        for certificate in view.identity.certificates:
+            role = certificate.role
+            IDENTITY_EXPIRY.labels(*service, role.value).set(certificate.not_after)
         targets = view.policy.ttft_seconds
         for modality in ("text", "image", "video"):
             set_or_remove(TTFT_TARGET, targets.get(modality), *service, modality)

@@ -23,6 +23,8 @@ from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.cluster import Cluster, Manifest
 from vlm_operator.errors import ClusterError, SpecError
+from vlm_operator.identity.authority import Authority
+from vlm_operator.identity.keeper import IdentityKeeper
 from vlm_operator.metrics import forget
 from vlm_operator.observe import observe
 from vlm_operator.reconcile.accepted_spec import AcceptedSpec
@@ -36,6 +38,7 @@ from vlm_operator.reconcile.tracking import Tracker
 from vlm_operator.reconcile.writing import ExecutionResult, execute
 from vlm_operator.scrape import Scraper
 from vlm_operator.state import Observed
+from vlm_operator.state.identities import IdentityState
 from vlm_operator.status.build import build_status
 from vlm_operator.status.classes import class_uses
 from vlm_operator.status.events import Event, events
@@ -64,6 +67,7 @@ class ServiceReconciler:
         resync: longest time between two full reads, in seconds.
         epoch: returns the Lease's leaseTransitions, for decision records.
         learned: defaults that the API server adds to objects; all loops share it.
+        authority: the operator's CAs; all loops share it.
         book: records which node classes the pods use.
         gate: limits the number of turns that decide and write at once. Scraping pods is outside
             of the gate, because it may take its whole timeout.
@@ -83,6 +87,7 @@ class ServiceReconciler:
         learned: Learned | None = None,
         book: NodeClassUsage | None = None,
         gate: asyncio.Semaphore | None = None,
+        authority: Authority | None = None,
     ) -> None:
         self._namespace = namespace
         self._name = name
@@ -94,6 +99,10 @@ class ServiceReconciler:
         self._epoch = epoch
         self._book = book or NodeClassUsage()
         self._gate = gate or asyncio.Semaphore(1)
+        if authority is None:
+            authority = Authority(cluster, namespace=names.OPERATOR_NAMESPACE, name=names.CA_SECRET)
+        self._keeper = IdentityKeeper(cluster, authority, check_seconds=resync)
+        self._identity = IdentityState()
         self._uid: str | None = None
         self._seen: Observed | None = None
         self._memory: Memory | None = None
@@ -181,13 +190,23 @@ class ServiceReconciler:
             return None
 
     async def _execute(self, turn: _Turn) -> ExecutionResult:
-        return await execute(
+        """Issue certificates first: a pod starts only if its Secret exists."""
+        observed = turn.observed
+        if not self._sync_state.ends:
+            self._identity = await self._keeper.keep(
+                turn.written,
+                turn.turn_plan.identities,
+                (observed.service or {}).get("status", {}),
+                now=observed.now,
+            )
+        done = await execute(
             self._cluster,
             turn.turn_plan,
-            turn.observed,
+            observed,
             sync_state=self._sync_state,
             retries=self._retries,
         )
+        return dataclasses.replace(done, wrote=done.wrote or self._identity.wrote)
 
     async def _report_turn(
         self, body: Manifest, turn: _Turn, done: ExecutionResult
@@ -307,6 +326,7 @@ class ServiceReconciler:
             epoch=self._epoch(),
             failure=done.failure,
             pending=done.pending,
+            identity=self._identity,
         )
 
     def _next(self, turn_plan: TurnPlan) -> dict[Cause, float]:

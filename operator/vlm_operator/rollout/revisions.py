@@ -18,11 +18,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vlm_operator.api import Pool, Variant, VLMService, resolve, stages
+from vlm_operator.api.enums import IdentityMode
 from vlm_operator.api.gateway import Gateway
 from vlm_operator.api.pod_template import PodTemplate
 from vlm_operator.api.pool import Drain
+from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Resolved, Revision
+from vlm_operator.state.identities import OPERATOR_CA, IssuerName
 
 _STORED_NAMES = {
     "maxModelLen": "maxModelLenTokens",
@@ -47,17 +50,23 @@ def keep_defaults(
     *,
     worker_image: str,
     gateway_image: str = "",
+    identity: str = "",
 ) -> tuple[VLMService, Resolved]:
     """Fill in a service's defaults: those of its live pods, or the operator's current ones.
+
+    `identity` is the operator's default issuer. Live pods keep theirs until the manifest names
+    another one.
 
     Returns:
         The service with every default filled in, and the values that all its pods share.
     """
     service = resolve(written, worker_image=worker_image, gateway_image=gateway_image)
     base = _digest("", _base_inputs(written, service))
-    for deployment in deployments:
+    wanted = written_identity(written)
+    for deployment in sorted(deployments, key=lambda item: -item.created):
         stored = Resolved.parse(deployment.resolved)
-        if stored is not None and stored.base == base:
+        same = stored is not None and wanted in (None, stored.identity)
+        if stored is not None and stored.base == base and same:
             kept = resolve(
                 written, worker_image=stored.image, gateway_image=stored.gateway_image or ""
             )
@@ -65,7 +74,8 @@ def keep_defaults(
     block_size = service.spec.model.block_size_tokens
     assert block_size is not None, "resolve fills it in"
     images = {role.value: pool.image for role, pool in service.spec.pools.present.items()}
-    compat = _digest(base, {"images": images, "blockSize": block_size})
+    issuer = identity if wanted is None else wanted
+    compat = _digest(base, {"images": images, "blockSize": block_size, **_identity(issuer)})
     return service, Resolved(
         base=base,
         image=worker_image,
@@ -73,7 +83,36 @@ def keep_defaults(
         compat=compat,
         drain_seconds=0,
         gateway_image=gateway_image or None,
+        identity=issuer,
     )
+
+
+def written_identity(written: VLMService) -> str | None:
+    """Return the issuer that a manifest asks for, as in `Resolved`; None if it asks for none."""
+    identity = written.spec.identity
+    if identity.mode is None:
+        return None
+    if identity.mode is IdentityMode.OFF:
+        return ""
+    if identity.mode is IdentityMode.OPERATOR_CA:
+        return OPERATOR_CA
+    reference = identity.issuer_ref
+    if reference is None:
+        raise SpecError("spec.identity.issuerRef", "is required with mode CertManager")
+    return IssuerName(reference.kind, reference.group, reference.name).text
+
+
+def wanted_identities(
+    revisions: Iterable[Revision], deployments: Iterable[DeploymentState]
+) -> frozenset[tuple[Role, str]]:
+    """Return role and issuer of all certificates that pods of live or planned revisions use."""
+    planned = {(item.role, item.resolved.identity) for item in revisions}
+    live = {
+        (item.role, stored.identity)
+        for item in deployments
+        if (stored := Resolved.parse(item.resolved)) is not None
+    }
+    return frozenset((role, identity) for role, identity in planned | live if identity)
 
 
 def current_revisions(
@@ -92,16 +131,18 @@ def current_revisions(
     """
     live = list(deployments)
     shared = dataclasses.replace(shared, pull_policy=pull_policy, bind=bind)
+    # an issuer changes all revisions; plaintext leaves the digests of older versions equal
+    salt = _digest(shared.base, _identity(shared.identity)) if shared.identity else shared.base
     revisions: dict[tuple[Role, str], Revision] = {}
     for role, pool in service.spec.pools.present.items():
         for variant in pool.variants:
-            inputs = _digest(shared.base, _pool_inputs(service, role, pool, variant))
+            inputs = _digest(salt, _pool_inputs(service, role, pool, variant))
             revisions[role, variant.name] = _revision(
                 role, variant.name, inputs, shared, live, drain=pool.drain.timeout_seconds
             )
     gateway = service.spec.gateway
     inputs = _digest(
-        shared.base,
+        salt,
         {
             "image": gateway.image,
             "resources": gateway.resources.to_dict(),
@@ -151,6 +192,11 @@ def _settings_of(deployment: DeploymentState, stored: Resolved) -> Resolved:
         pull_policy=deployment.pull_policy if stored.pull_policy is None else stored.pull_policy,
         bind=deployment.bind if stored.bind is None else stored.bind,
     )
+
+
+def _identity(issuer: str) -> dict[str, str]:
+    """Return {} for plaintext, so that older digests, which lack the key, stay equal."""
+    return {"identity": issuer} if issuer else {}
 
 
 def _base_inputs(written: VLMService, service: VLMService) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Resolved:
             None: a Deployment of version 0.1, which stored neither this field nor `bind`.
         bind: listen address of the pods, from the operator's settings.
         gateway_image: image of the gateway if its spec names none; None: `image`.
+        identity: issuer of the pods' certificates (`state.identities`); "" for plaintext.
     """
 
     base: str
@@ -56,6 +57,7 @@ class Resolved:
     pull_policy: str | None = None
     bind: str | None = None
     gateway_image: str | None = None
+    identity: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Resolved | None:
@@ -71,10 +73,12 @@ class Resolved:
             return None
 
     def text(self) -> str:
-        """Return the annotation of a Deployment, as versions without `gateway_image` wrote it."""
+        """Return the annotation of a Deployment, as versions without the last two wrote it."""
         values = dataclasses.asdict(self)
         if self.gateway_image is None:
             del values["gateway_image"]
+        if not self.identity:
+            del values["identity"]
         return json.dumps(values, sort_keys=True)
 
 

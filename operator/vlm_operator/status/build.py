@@ -61,6 +61,7 @@ def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manif
         "slo": _slo(view),
         "cost": _cost(view),
         "accelerators": _accelerators(view),
+        "identity": [item.to_status() for item in view.identity.certificates],
         "effective": effective(view.written, view.service),
         "summary": _summary(view),
     }

@@ -23,6 +23,7 @@ from vlm_operator.autoscale.outcome import Attribution, Bound, Reason
 from vlm_operator.cluster import timestamp
 from vlm_operator.names import Role
 from vlm_operator.state import Manifest
+from vlm_operator.state.identities import first_to_expire
 from vlm_operator.status.causes import Problem, sentence, split
 from vlm_operator.status.inputs import ConditionReason, ConditionState, StatusInputs
 from vlm_operator.status.progress import deadline_seconds
@@ -55,6 +56,8 @@ def condition_states(view: StatusInputs) -> Iterator[ConditionState]:
     yield scaling(view)
     yield metrics(view)
     yield capacity(view)
+    if (issued := certificates(view)) is not None:
+        yield issued
     if (slo := attainable(view)) is not None:
         yield slo
     yield rollout(view)
@@ -345,6 +348,28 @@ def capacity(view: StatusInputs) -> ConditionState:
         message = f"{waiting.role}: pod {waiting.name} waits for a node"
         return state(None, "Pending", message)
     return state(True, "AllScheduled", "every pod has a node")
+
+
+def certificates(view: StatusInputs) -> ConditionState | None:
+    """Return CertificatesReady: whether every role has a certificate; None without certificates."""
+    identity = view.identity
+    state = functools.partial(ConditionState, "CertificatesReady")
+    first = first_to_expire(identity.certificates)
+    expiry = "" if first is None else f"{first.secret} expires {timestamp(first.not_after)}"
+    if first is not None and first.not_after <= view.observed.now:
+        cause = "; ".join(identity.failures.values()) or "the operator did not renew it"
+        message = f"{expiry.replace('expires', 'expired')}: pods refuse each other: {cause}"
+        return state(False, "Expired", message)
+    if identity.failures:
+        secret, cause = next(iter(identity.failures.items()))
+        until = f"; of the present ones, {expiry}" if expiry else ""
+        return state(False, "IssuingFailed", f"{secret}: {cause}{until}")
+    if identity.pending:
+        listed = ", ".join(identity.pending)
+        return state(None, "Pending", f"cert-manager has not issued {listed}")
+    if first is None:
+        return None
+    return state(True, "Issued", f"{len(identity.certificates)} certificates, of which {expiry}")
 
 
 def attainable(view: StatusInputs) -> ConditionState | None:

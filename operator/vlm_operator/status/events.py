@@ -27,6 +27,7 @@ _WARNINGS = {
     "ScalingConflict",
     "SLOUnattainable",
     "PodsSilent",
+    "CertificateFailed",
     "Unschedulable",
     "RolloutFailed",
 }
@@ -80,6 +81,8 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
         and now["ScalingActive"]["reason"] == Reason.SCALING_CONFLICT
     ):
         yield Event("ScalingConflict", message("ScalingActive"))
+    if turned("CertificatesReady", "False"):
+        yield Event("CertificateFailed", message("CertificatesReady"))
     if turned("SLOAttainable", "False"):
         yield Event("SLOUnattainable", message("SLOAttainable"))
     if turned("MetricsAvailable", "False"):

@@ -15,6 +15,7 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 from vlm_operator.rollout.steps import Step
 from vlm_operator.state import Observed, PodState, Revision, Sample
+from vlm_operator.state.identities import IdentityState
 from vlm_operator.status.causes import Problem
 
 
@@ -85,6 +86,7 @@ class StatusInputs:
         put_back: messages about replica counts that another writer set in Manual pools.
         problems: problems by role, worst first; `examined` sets it.
         pending: whether the plan of a paused service differs from its children.
+        identity: the certificates of the pods.
     """
 
     written: VLMService
@@ -104,6 +106,7 @@ class StatusInputs:
     newly_contested: tuple[str, ...] = ()
     put_back: Mapping[Role, str] = dataclasses.field(default_factory=dict)
     pending: bool = False
+    identity: IdentityState = dataclasses.field(default_factory=IdentityState)
     problems: Mapping[Role, tuple[Problem, ...]] = dataclasses.field(default_factory=dict)
 
     @property

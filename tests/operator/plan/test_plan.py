@@ -131,3 +131,4 @@ def test_what_a_revision_settled_is_read_back_from_its_deployment():
     revision = found.revisions[Role.DECODE, "default"]
     assert state.revision == revision.id
     assert Resolved.parse(state.resolved) == revision.resolved
+    assert "identity" not in json.loads(state.resolved)  # as operators before it wrote it

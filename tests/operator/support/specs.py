@@ -216,6 +216,12 @@ def _service(spec: Spec) -> Spec:
     return found
 
 
+def _identity(spec: Spec) -> Spec:
+    if spec.get("mode") == "CertManager":
+        return {**spec, "issuerRef": spec.get("issuerRef") or {"name": "a"}}
+    return {key: value for key, value in spec.items() if key != "issuerRef"}
+
+
 _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Autoscaling": lambda spec: {"fallbackReplicas": {}, **spec},
     "EnvSource": _source,
@@ -224,6 +230,7 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
         **spec,
         "maxReplicas": max(spec["minReplicas"], spec["maxReplicas"]),
     },
+    "Identity": _identity,
     "KvCache": lambda spec: _one_of(
         {**spec, "memory": "1e9"} if "memory" in spec else spec, "memory", "memoryPercent"
     ),

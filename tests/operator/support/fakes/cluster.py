@@ -16,7 +16,7 @@ from typing import Any
 from support.fakes.fields import Fields
 from support.fakes.stored import Stored
 from vlm_operator.cluster import KINDS, Kind, Manifest, kind_of
-from vlm_operator.errors import ClusterError, ConflictError, NamespaceEndsError
+from vlm_operator.errors import ClusterError, ConflictError, DiffersError, NamespaceEndsError
 
 _STATUS = {"VLMService", "VLMPool", "Pod", "Deployment"}
 Key = tuple[str, str, str]  # kind, namespace, name
@@ -131,6 +131,19 @@ class FakeCluster:
         self.edit(kind, meta.get("namespace", ""), meta["name"], change, manager=manager)
         self.writes.append(("merge", kind.kind, meta["name"], manager))
         return found.render(kind)
+
+    async def metadata_if(
+        self, kind: Kind, namespace: str, name: str, expected: Mapping[str, str]
+    ) -> Manifest | None:
+        """See `Cluster.metadata_if`."""
+        found = self._objects.get((kind.kind, namespace, name))
+        if found is None:
+            return None
+        manifest = found.render(kind)
+        for pointer, value in expected.items():
+            if _at(manifest, pointer) != value:
+                raise DiffersError(422, "Invalid", "the server rejected our request")
+        return dict(manifest["metadata"])
 
     async def create(self, manifest: Manifest) -> Manifest:
         """See `Cluster.create`."""
@@ -307,6 +320,16 @@ def _merged(live: Any, patch: Any) -> Any:
     base = dict(live) if isinstance(live, Mapping) else {}
     merged = {**base, **{key: _merged(base.get(key), value) for key, value in patch.items()}}
     return {key: value for key, value in merged.items() if value is not None}
+
+
+def _at(manifest: Any, pointer: str) -> Any:
+    node = manifest
+    for part in pointer.split("/")[1:]:
+        try:
+            node = node[int(part) if isinstance(node, builtins.list) else part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+    return node
 
 
 def _status(manifest: Manifest) -> Manifest:

@@ -63,6 +63,12 @@ class WatchedWrites:
         self._count()
         return answer
 
+    async def metadata_if(
+        self, kind: Kind, namespace: str, name: str, expected: Mapping[str, str]
+    ) -> Manifest | None:
+        """See `Cluster.metadata_if`."""
+        return await self._cluster.metadata_if(kind, namespace, name, expected)
+
     async def create(self, manifest: Manifest) -> Manifest:
         """See `Cluster.create`."""
         self.before(self.writes)
