@@ -196,8 +196,28 @@ def test_the_operator_has_its_rights_and_no_wildcard(helm: Helm, chart: str) -> 
     for rule in rules:
         for values in rule.values():
             assert "*" not in values
-        assert "secrets" not in rule["resources"]
+        if "secrets" in rule["resources"]:
+            # reading and replacing are for the operator's CA alone
+            allowed = {"get", "update"} if rule.get("resourceNames") else {"create", "patch"}
+            assert set(rule["verbs"]) <= allowed
+            assert rule.get("resourceNames", ["triptych-operator-ca"]) == ["triptych-operator-ca"]
         assert not {"impersonate", "escalate", "bind"} & set(rule["verbs"])
+
+
+def test_rights_on_secrets_follow_from_the_issuers(helm: Helm, chart: str) -> None:
+    def resources(*options: str) -> set[str]:
+        return {
+            resource
+            for item in rendered(helm, chart, *options)
+            if item["kind"] in ("Role", "ClusterRole")
+            for rule in item["rules"]
+            for resource in rule["resources"]
+        }
+
+    assert {"secrets", "certificates"} <= resources()
+    assert not {"secrets", "certificates"} & resources("--set-json=identity.issuers=[]")
+    refused = helm("template", "t", chart, "--set=rbac.admissionPolicy=false", check=False)
+    assert "identity.issuers: OperatorCA needs rbac.admissionPolicy=true" in refused.stderr
 
 
 def test_the_operator_has_every_right_that_it_grants_to_gateways(helm: Helm, chart: str) -> None:

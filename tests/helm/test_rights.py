@@ -26,6 +26,7 @@ SERVICE = {
     "metadata": {"name": "demo", "namespace": NAMESPACE},
     "spec": {
         "model": {"uri": "pvc://shapes"},
+        "identity": {"mode": "OperatorCA"},
         "pools": {
             "encoder": {
                 "scaling": {"mode": "Manual", "replicas": 2},
@@ -51,6 +52,8 @@ ELSEWHERE = {
     "pods patch": "the deletion cost, written once pods run",
     "pods/status patch": "the accepting gate, written once containers are ready",
     "vlmservices/finalizers update": "OwnerReferencesPermissionEnforcement requires it",
+    "secrets update": "the operator replaces its CA after two thirds of a year",
+    "certificates patch": "for services that name an issuer of cert-manager",
     "pods get": "held because it is granted to gateways",
     "roles delete": "objects of earlier versions are deleted",
     "configmaps delete": "objects of earlier versions are deleted",

@@ -57,6 +57,22 @@ OF_CLUSTER = (
     Right("watch", "", "nodes"),
 )
 
+# Permissions that the chart grants for certificates. They are not asked for: a chart with other
+# `identity.issuers` lacks them, and the condition CertificatesReady names the missing one.
+OF_CERTIFICATES = (
+    *(Right(verb, "", "secrets") for verb in ("create", "patch")),
+    *(Right(verb, "cert-manager.io", "certificates") for verb in ("create", "patch")),
+)
+
+
+def of_authority(name: str) -> tuple[Right, ...]:
+    """Return the permissions to keep the operator's CA, in its namespace."""
+    return (
+        Right("create", "", "secrets"),
+        Right("get", "", "secrets", name),
+        Right("update", "", "secrets", name),
+    )
+
 
 def of_lease(name: str) -> tuple[Right, ...]:
     """Return the permissions to hold the Lease, in its namespace."""

@@ -21,6 +21,7 @@ from . import command
 logger = logging.getLogger(__name__)
 Files = dict[str, bytes]
 TOKEN_SECONDS = 3607
+FILE_MODE = 0o644  # the default of Kubernetes
 RENEW_AFTER = 0.8  # of a token's life
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets"}
 _FILE_KINDS = ("configMap", "secret", "projected", "downwardAPI")
@@ -108,7 +109,8 @@ class Volumes:
         if not any(kind in volume for kind in _FILE_KINDS):
             [kind] = set(volume) - {"name"}
             raise VolumeError(f"volume {volume['name']}: {kind} is not supported on a local node")
-        write_atomically(_create(folder, mode=0o755), await self._files(volume))
+        files = await self._files(volume)
+        write_atomically(_create(folder, mode=0o755), files, mode=_mode(volume))
         return folder
 
     async def _claim(self, name: str) -> Path:
@@ -232,7 +234,8 @@ class Volumes:
         """Write the current content of the volumes. If that fails, the old content stays."""
         for volume in volumes:
             try:
-                write_atomically(self._folder / volume["name"], await self._files(volume))
+                files = await self._files(volume)
+                write_atomically(self._folder / volume["name"], files, mode=_mode(volume))
             except (VolumeError, command.ConfigError, OSError) as error:
                 logger.info(
                     "volume not updated", extra={"volume": volume["name"], "error": str(error)}
@@ -246,6 +249,12 @@ def _decoded(kind: str, thing: Mapping[str, Any]) -> Files:
     binary = thing.get("binaryData") or {}
     texts = {name: value.encode() for name, value in data.items()}
     return texts | {name: base64.b64decode(value) for name, value in binary.items()}
+
+
+def _mode(volume: Mapping[str, Any]) -> int:
+    """Return the mode of a volume's files; a pod of this machine runs as their owner."""
+    kind = next(kind for kind in _FILE_KINDS if kind in volume)
+    return int(volume[kind].get("defaultMode", FILE_MODE))
 
 
 def _watched(volume: Mapping[str, Any]) -> set[tuple[str, str]]:
@@ -282,7 +291,7 @@ def _create(folder: Path, *, mode: int) -> Path:
     return folder
 
 
-def write_atomically(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_atomically(folder: Path, files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> None:
     """Replace the files of `folder` by one rename of the link `..data`, as a kubelet does."""
     link = folder / "..data"
     before = link.readlink().name if link.is_symlink() else None
@@ -293,6 +302,7 @@ def write_atomically(folder: Path, files: Mapping[str, bytes]) -> None:
         path = version / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+        path.chmod(mode)
     version.mkdir(exist_ok=True)
     fresh = folder / "..data_tmp"
     fresh.unlink(missing_ok=True)

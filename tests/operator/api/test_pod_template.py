@@ -65,6 +65,21 @@ def worker(**fields: Any) -> dict[str, Any]:
             "choose another path",
         ),
         (
+            worker(volumeMounts=[{"name": "v", "mountPath": "/var/run/triptych/identity"}]),
+            ".spec.containers[worker].volumeMounts[/var/run/triptych/identity]",
+            "choose another path",
+        ),
+        (
+            worker(volumeMounts=[{"name": "v", "mountPath": "/var/run/"}]),
+            ".spec.containers[worker].volumeMounts[/var/run]",
+            "hides /var/run/triptych/identity",
+        ),
+        (
+            {"volumes": [{"name": "triptych-identity", "emptyDir": {}}]},
+            ".spec.volumes[triptych-identity]",
+            "choose another",
+        ),
+        (
             {"volumes": [{"name": "triptych-tmp", "emptyDir": {}}]},
             ".spec.volumes[triptych-tmp]",
             "choose another",

@@ -11,7 +11,7 @@ import yaml
 from vlm_cli.definitions import KINDS, crd
 from vlm_cli.doctor.command import CHECKS, examine
 from vlm_cli.doctor.facts import GLOBAL, LOCAL, Level, Right
-from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, of_lease
+from vlm_cli.doctor.rights import OF_CERTIFICATES, OF_CLUSTER, OF_NAMESPACES, of_authority, of_lease
 from vlm_cli.doctor.services import gateways
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, LEASE, NETWORK_POLICY
@@ -304,8 +304,12 @@ def test_the_rights_that_are_asked_for_are_those_that_the_chart_grants():
     assert granted("ClusterRole", "triptych-system:triptych-operator") == {
         *OF_NAMESPACES,
         *OF_CLUSTER,
+        *OF_CERTIFICATES,
     }
-    assert granted("Role", "triptych-operator-lease") == set(of_lease("triptych-operator"))
+    assert granted("Role", "triptych-operator-lease") == {
+        *of_lease("triptych-operator"),
+        *of_authority("triptych-operator-ca"),
+    }
 
 
 @pytest.mark.parametrize("replicas", [None, 1, 2])

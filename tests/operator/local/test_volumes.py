@@ -44,6 +44,12 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path):
     assert (tmp_path / "..data").readlink() == version
 
 
+def test_files_have_the_mode_of_the_volume(tmp_path: Path):
+    for content in (b"1", b"2"):
+        write_atomically(tmp_path, {"tls.key": content}, mode=0o444)
+        assert (tmp_path / "tls.key").stat().st_mode & 0o777 == 0o444
+
+
 @pytest.mark.cluster
 async def test_a_sub_path_that_cannot_be_made_holds_the_container_and_names_it(
     pods: Pods, tmp_path: Path

@@ -110,7 +110,7 @@ def _texts(schema: Schema) -> list[str]:
     least, most = schema.get("minLength", 0), schema.get("maxLength", 64)
     return [
         text
-        for text in ("/scratch", *_NAMES, *_TEXT)
+        for text in ("/scratch", "Issuer", *_NAMES, *_TEXT)
         if pattern.search(text) and least <= len(text) <= most
     ]
 
