@@ -139,6 +139,7 @@ def test_others_are_not_bounded(cluster: ControlPlane):
 
 
 CA = "triptych-operator-ca"
+MANUAL = {"scaling": {"mode": "Manual", "replicas": 1}}
 CERTIFIED = {"triptych.dev/identity": "decode"}
 
 
@@ -166,11 +167,19 @@ def secret(
 @pytest.fixture(scope="module")
 def with_secrets(cluster: ControlPlane) -> ControlPlane:
     """With Secrets of a service, of somebody else, and one that only wears the label."""
+    # an owner that does not exist would let the garbage collector delete its Secrets
+    spec = {"model": {"uri": "pvc://shapes"}, "pools": {"decode": MANUAL}, "stopped": True}
+    head = {key: OWNER[key] for key in ("apiVersion", "kind")}
+    service = {**head, "metadata": {"name": "demo", "namespace": SPACE}, "spec": spec}
+    made = cluster.kubectl("create", "-o", "json", "-f", "-", stdin=json.dumps(service)).stdout
+    owner = {**OWNER, "uid": json.loads(made)["metadata"]["uid"]}
+    # of an operator that other tests ran
+    cluster.kubectl("-n", "triptych-system", "delete", "secret", CA, "--ignore-not-found")
     for item in (
-        secret("own", OWNER),
+        secret("own", owner),
         secret("password", labels={}, kind="Opaque"),
         secret("labelled"),
-        secret("owned", OWNER, labels={}),
+        secret("owned", owner, labels={}),
     ):
         cluster.kubectl("create", "-f", "-", stdin=json.dumps(item))
 
