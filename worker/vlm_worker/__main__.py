@@ -13,6 +13,7 @@ from vlm_worker.serve.process import (
     keep_compiled,
     log_as_json,
     log_as_text,
+    only_tls_13,
     set_malloc_thresholds,
 )
 from vlm_worker.settings import GatewaySettings, ServeSettings, Settings, WorkerSettings, parse
@@ -28,6 +29,8 @@ def main() -> None:
     # With shared cores, torch threads that spin take cores from the threads that they wait for: a
     # step takes twenty times as long. OpenMP reads this variable when torch is imported.
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not isinstance(settings, ServeSettings) and settings.identity_dir is not None:
+        only_tls_13(environ)
     set_malloc_thresholds(environ)
     keep_compiled(environ)
     if isinstance(settings, ServeSettings):

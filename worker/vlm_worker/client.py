@@ -31,12 +31,14 @@ from vlm_worker.errors import InvalidRequestError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.options import MAX_PORT
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.types import RequestKey
+from vlm_worker.types import RequestKey, Role
 from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.identity import IdentityError, ServiceIdentity
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.rpc import DATA_PORT, METHODS, SEND_IMAGES, SENT_CHUNK_BYTES
-from vlm_worker.wire.sockets import open_channel
+from vlm_worker.wire.sockets import identity_at, open_channel, open_secure_channel
 from vlm_worker.wire.status import error_of_call
 
 T = TypeVar("T")
@@ -47,13 +49,27 @@ class WorkerClient:
 
     A control call without a `timeout` uses `timers.control`. `data_port` is the port that the last
     fetch reported.
+
+    With `identity`, the first call learns the worker's identity from a handshake. After a rotation,
+    new calls use a new channel; calls in flight end on the old one.
     """
 
-    def __init__(self, address: str, *, timers: Timers = PRODUCTION) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timers: Timers = PRODUCTION,
+        identity: IdentityStore | None = None,
+    ) -> None:
         self.address = address
         self.timers = timers
         self.data_port: int | None = None
-        self._channel = open_channel(address, timers)
+        self._identity = identity
+        self._peer: ServiceIdentity | None = None
+        self._generation = 0
+        self._opening = asyncio.Lock()
+        self._retired: set[asyncio.Task[None]] = set()
+        self._channel: Any = open_channel(address, timers) if identity is None else None
         self._stubs: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
@@ -64,7 +80,16 @@ class WorkerClient:
 
     async def close(self) -> None:
         """Close the connection and end its calls."""
-        await self._channel.close()
+        for task in self._retired:
+            task.cancel()
+        await asyncio.gather(*self._retired, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+
+    @property
+    def certified_role(self) -> Role | None:
+        """The role in the worker's certificate; None without mutual TLS."""
+        return self._peer.role if self._peer else None
 
     # ---- identity and load ---------------------------------------------------------------------
 
@@ -165,6 +190,31 @@ class WorkerClient:
 
     # ---- gRPC ----------------------------------------------------------------------------------
 
+    async def _secure(self, identity: IdentityStore) -> None:
+        """Open a channel with the newest credentials; the one before ends after its last call.
+
+        Raises:
+            PeerLostError: there is no channel yet, and none could be opened.
+        """
+        async with self._opening:
+            credentials = identity.now
+            if self._generation == credentials.generation:
+                return
+            try:
+                async with asyncio.timeout(self.timers.hello):
+                    peer = await identity_at(self.address, credentials)
+            except (OSError, IdentityError) as error:  # TimeoutError is one
+                if self._channel is not None:
+                    return  # the old channel still serves; the next call tries again
+                raise PeerLostError(f"{self.address}: no mutual TLS: {error}") from None
+            if self._channel is not None:
+                task = asyncio.create_task(self._channel.close(grace=self.timers.decode))
+                self._retired.add(task)
+                task.add_done_callback(self._retired.discard)
+            self._channel = open_secure_channel(self.address, self.timers, credentials, peer)
+            self._stubs = {}
+            self._peer, self._generation = peer, credentials.generation
+
     def _stub(self, name: str) -> Any:
         stub = self._stubs.get(name)
         if stub is None:
@@ -196,7 +246,10 @@ class WorkerClient:
             async for message in replies:
                 yield self._read(reply.decode, message)
 
-    def _call(self, name: str, request: Any, timeout: float | None) -> Any:
+    async def _call(self, name: str, request: Any, timeout: float | None) -> Any:
+        identity = self._identity
+        if identity is not None and self._generation != identity.now.generation:
+            await self._secure(identity)
         try:
             return self._stub(name)(request, timeout=timeout)
         except grpc.aio.UsageError as error:
@@ -218,7 +271,7 @@ class WorkerClient:
             call.cancel()
 
     async def _unary(self, name: str, request: Any, *, timeout: float | None) -> Any:
-        call = self._call(name, request, self.timers.control if timeout is None else timeout)
+        call = await self._call(name, request, self.timers.control if timeout is None else timeout)
         with self._running(call):
             return await call
 
@@ -230,7 +283,7 @@ class WorkerClient:
         on_metadata: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> AsyncGenerator[Any]:
         """The messages of a call; `on_metadata` gets the initial metadata before the first."""
-        call = self._call(name, request, timeout)
+        call = await self._call(name, request, timeout)
         with self._running(call):
             if on_metadata is not None:
                 on_metadata(dict(await call.initial_metadata()))

@@ -10,6 +10,7 @@ WorkerError
 ├── GoneError               the caller: start over, the handle is void     NOT_FOUND
 ├── DuplicateError          the caller: (request_id, attempt) was used     ALREADY_EXISTS
 ├── IncompatibleError       the operator: fingerprints differ, no retry    FAILED_PRECONDITION
+├── UnauthorizedError       the operator: the peer's identity may not      PERMISSION_DENIED
 ├── CorruptTransferError    the caller: fetch again or recompute           DATA_LOSS
 ├── CancelledError          no one: the caller cancelled it                CANCELLED
 └── EngineError             the developer: a defect, or a lost device      INTERNAL
@@ -97,6 +98,10 @@ class CorruptTransferError(WorkerError):
     def __init__(self, message: str, *, refusal: Refusal = Refusal.CONTENT) -> None:
         super().__init__(message)
         self.refusal = refusal
+
+
+class UnauthorizedError(WorkerError):
+    """The identity of the caller may not call the method."""
 
 
 class CancelledError(WorkerError):

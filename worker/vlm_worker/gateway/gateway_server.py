@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
 import socket
@@ -35,6 +36,8 @@ from vlm_worker.gateway.responses import Response, Send
 from vlm_worker.gateway.tls import Certificate
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import AtEnd
+from vlm_worker.types import Role
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.sockets import listen
 
 logger = logging.getLogger(__name__)
@@ -129,9 +132,15 @@ async def running(
         DiscoveryError: no workers are configured and the process does not run in a pod.
         OSError: an address is in use.
         ValueError: the certificate cannot be used.
+        IdentityError: the directory of the identity cannot be used.
     """
     certificate = None if settings.tls_dir is None else Certificate(settings.tls_dir)
+    identity = None
+    if settings.identity_dir is not None:
+        identity = IdentityStore(settings.identity_dir, Role.GATEWAY)
+        connect = functools.partial(connect, identity=identity)
     context = GatewayContext(settings, PromptBuilder(Path(settings.model.uri)), connect=connect)
+    context.meters.identity = identity
     watch = None
     if not settings.workers:
         watch = PodWatch(
@@ -151,6 +160,8 @@ async def running(
         tasks.start(context.tick, name="rates", at_end=AtEnd.RESTART)
         if certificate is not None:
             tasks.start(certificate.watch, name="certificate", at_end=AtEnd.RESTART)
+        if identity is not None:
+            tasks.start(identity.watch, name="identity", at_end=AtEnd.RESTART)
         if watch is not None:
             tasks.start(watch.run, name="pods", at_end=AtEnd.RESTART)
         context.registry.apply(static_pods(settings.workers))

@@ -23,6 +23,7 @@ from vlm_worker.core.process_memory import HOST_MEMORY_METRICS, HostMemory, Proc
 from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
 from vlm_worker.metrics import COUNTER, GAUGE, SECONDS_BUCKETS, STAGE_BUCKETS, Metric, families
 from vlm_worker.types import STAGES, Modality
+from vlm_worker.wire.identity_store import IDENTITY_METRICS, IdentityStore
 
 OUTCOMES: Final = ("ok", "invalid", "rejected", "cancelled", "error")
 VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -37,6 +38,7 @@ class GatewayMetrics:
 
     def __init__(self, now: float = 0.0, *, memory: MemoryBudget | None = None) -> None:
         self.ttft = {modality: TTFTSummary() for modality in Modality}
+        self.identity: IdentityStore | None = None
         self.num_output_tokens = 0
         self.num_requests = 0
         self.num_images = 0
@@ -198,6 +200,8 @@ class _Page(Collector):
         yield from self.metrics.histograms()
         yield from families(_METRICS, self)
         yield from self.metrics.host_memory()
+        if self.metrics.identity is not None:
+            yield from families(IDENTITY_METRICS, self.metrics.identity)
 
 
 _METRICS: Final[tuple[Metric[_Page], ...]] = (

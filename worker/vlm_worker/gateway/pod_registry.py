@@ -218,7 +218,7 @@ class Registry:
         while True:
             try:
                 hello = await peer.client.hello(timeout=timers.hello)
-                self._check(hello)
+                self._check(hello, peer.client.certified_role)
                 peer.hello, peer.load, peer.num_others = hello, None, 0
                 peer.refuses, peer.unusable_reason = False, ""
                 self.waiters.notify()
@@ -264,8 +264,13 @@ class Registry:
         if peer.hello is not None:
             self._lost_at |= dict.fromkeys(peer.hello.stages, self._clock())
 
-    def _check(self, hello: Hello) -> None:
-        """Raise IncompatibleError if the worker serves another model or compatibility set."""
+    def _check(self, hello: Hello, certified: Role | None) -> None:
+        """Raise IncompatibleError if the worker serves another model or compatibility set.
+
+        With mutual TLS, its role must be the one of its certificate.
+        """
+        if certified is not None and hello.role is not certified:
+            raise IncompatibleError(f"its role is {hello.role}, its certificate is of {certified}")
         if hello.model != self._served_name:
             raise IncompatibleError(f"it serves {hello.model!r}, not {self._served_name!r}")
         if self._compat and hello.compat != self._compat:

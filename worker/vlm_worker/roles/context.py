@@ -27,6 +27,7 @@ from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import EmbedLayout, KVLayout, RequestKey, StageSpan
 from vlm_worker.wire.buffers import PLAIN, Copier
 from vlm_worker.wire.frames import FrameBatches
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.messages import FetchCall
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class RoleContext:
     `delays` holds seconds by stage, for tests. `accepting` is False while draining. The context
     calls `on_transfer` for every transfer that it pulled. `sources` checks from where it may fetch.
     `transport` moves bytes if both sides have it, and `copier` copies the fetched bytes. `memory`
-    limits what the requests hold.
+    limits what the requests hold. `identity` authenticates this worker to its peers.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RoleContext:
         copier: Copier = PLAIN,
         strict: bool = False,
         memory: RequestMemory | None = None,
+        identity: IdentityStore | None = None,
     ) -> None:
         self.engine = engine
         self.memory = memory or RequestMemory(MemoryBudget(uploads=UPLOADS, images=IMAGES))
@@ -90,7 +92,7 @@ class RoleContext:
             end_in_engine=engine.cancel,
             leases=LeaseTable(timers),
         )
-        self.peers = Peers(timers, sources, self._supervisor)
+        self.peers = Peers(timers, sources, self._supervisor, identity=identity)
         self.accepting = True
         self.on_transfer = on_transfer
         self._delays = dict(delays or {})

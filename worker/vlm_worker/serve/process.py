@@ -221,6 +221,15 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
+def only_tls_13(environ: MutableMapping[str, str]) -> None:
+    """Let gRPC refuse TLS 1.2; set before gRPC is imported.
+
+    gRPC's Python API sets no version. The variable lists the ciphers of TLS 1.2 only, and this one
+    needs a shared key, which no gRPC process has. So TLS 1.2 has no usable cipher.
+    """
+    environ["GRPC_SSL_CIPHER_SUITES"] = "ECDHE-PSK-CHACHA20-POLY1305"
+
+
 def keep_compiled(environ: MutableMapping[str, str]) -> None:
     """Set torch's compile cache and threads before torch is imported, unless they are set already.
 

@@ -141,6 +141,7 @@ async def build_components(
         transport=make_transport(settings, native_library=loaded.native_library),
         copier=Copier(loaded.native_library),
         strict=settings.strict,
+        identity=server.identity,
         memory=RequestMemory(plan.requests, max_waiting=settings.queues.max_waiting_images),
     )
     logger.info(

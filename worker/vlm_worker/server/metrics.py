@@ -29,6 +29,7 @@ from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.metrics import COUNTER, GAUGE, Metric
 from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.state import CallOutcome, Snapshot, WorkerState, growth_of
+from vlm_worker.wire.identity_store import IDENTITY_METRICS
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MEDIA_PARTS: Final = ("queue", "decode", "prepare", "key")
@@ -100,6 +101,8 @@ class _FromSnapshot(Collector):
 
     def collect(self) -> Iterable[Family]:
         families = [metric.family(metric.value(self._state)) for metric in PROCESS_METRICS]
+        if (identity := self._state.identity) is not None:
+            families += [metric.family(metric.value(identity)) for metric in IDENTITY_METRICS]
         if (snapshot := self._snapshot()) is not None:
             families += [metric.family(metric.value(snapshot)) for metric in SNAPSHOT_METRICS]
             host, counters = snapshot.host_memory, snapshot.engine.counters

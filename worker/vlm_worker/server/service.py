@@ -24,6 +24,7 @@ from vlm_worker.errors import (
     DrainingError,
     InvalidRequestError,
     PeerLostError,
+    UnauthorizedError,
     WorkerError,
 )
 from vlm_worker.pb import worker_pb2 as pb
@@ -38,8 +39,11 @@ from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frames import FrameBatches, join_frames
+from vlm_worker.wire.identity import IdentityError, refusal
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.messages import DecodeCall, DecodeEvent, FetchCall, Reply
 from vlm_worker.wire.rpc import DATA_PORT, METHODS, PACKAGE, SEND_IMAGES, Method
+from vlm_worker.wire.sockets import peer_of
 from vlm_worker.wire.status import error_of, status_of
 
 logger = logging.getLogger(__name__)
@@ -52,12 +56,13 @@ class Service:
     """All services of one process. `components` is set when the model is loaded.
 
     `live` counts the calls in flight, by name. `tracer` exports spans; None without a collector. A
-    fetch over gRPC sends `data_port` to its consumer,
-    for later fetches; 0 = no data port.
+    fetch over gRPC sends `data_port` to its consumer, for later fetches; 0 = no data port. With
+    `identity`, each call is authorised by its caller's.
     """
 
-    def __init__(self, state: WorkerState) -> None:
+    def __init__(self, state: WorkerState, identity: IdentityStore | None = None) -> None:
         self._state = state
+        self._identity = identity
         self.components: WorkerComponents | None = None
         self.data_port = 0
         self.live: Counter[str] = Counter()
@@ -91,6 +96,7 @@ class Service:
     def _with_status(self, method: Method, handler: Handler) -> Handler:
         async def answered(request: Any, context: Any) -> Any:
             try:
+                self._authorize(method.name, context)
                 with self._counted(method.name):
                     return await handler(request, context)
             except asyncio.CancelledError:
@@ -99,6 +105,31 @@ class Service:
                 return await context.abort(*status_of(error))
 
         return answered
+
+    def _authorize(self, method: str, context: Any) -> None:
+        """Raises UnauthorizedError if the certificate of the caller does not allow the method."""
+        if self._identity is None:
+            return
+        try:
+            reason = refusal(method, peer_of(context), self._identity.now.identity)
+        except IdentityError as error:
+            reason = f"{method}: {error}"
+        if reason is not None:
+            logger.warning("call refused", extra={"call": method, "reason": reason})
+            raise UnauthorizedError(reason)
+
+    async def authorize_health(self, context: Any) -> None:
+        """End a call of grpc.health.v1 by a caller of another service; all roles may call it."""
+        if self._identity is None:
+            return
+        try:
+            peer = peer_of(context)
+            if peer.is_same_service(self._identity.now.identity):
+                return
+            reason = f"{peer.uri} is no identity of this service"
+        except IdentityError as error:
+            reason = str(error)
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"health: {reason}")
 
     @contextlib.contextmanager
     def _counted(self, name: str) -> Iterator[None]:

@@ -23,6 +23,7 @@ from vlm_worker.errors import (
     Refusal,
 )
 from vlm_worker.settings import WorkerSettings
+from vlm_worker.wire.identity_store import IdentityStore
 
 
 class Phase(enum.StrEnum):
@@ -73,6 +74,7 @@ class WorkerState:
         self.device: str | None = None
         self.outcomes: Counter[CallOutcome] = Counter()
         self.heartbeat: float | None = None
+        self.identity: IdentityStore | None = None
         self._started = time.monotonic()
         self.rates = Rates(self._started)
 

@@ -29,6 +29,7 @@ from vlm_worker.server.state import Phase, Snapshot, WorkerState
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.timers import Timers
 from vlm_worker.supervision import AtEnd, Supervisor, Work
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.rpc import MAX_STREAMS, server_options
 from vlm_worker.wire.sockets import WARNING, add_port, listen
 
@@ -51,7 +52,10 @@ class WorkerServer:
         self.http_port = 0
         self.data_port = 0
         self._components: WorkerComponents | None = None
-        self._service = Service(self.state)
+        directory = settings.identity_dir
+        self.identity = IdentityStore(directory, settings.role) if directory else None
+        self.state.identity = self.identity
+        self._service = Service(self.state, self.identity)
         if settings.trace_ratio:
             from vlm_worker.tracing import Tracer
 
@@ -60,7 +64,7 @@ class WorkerServer:
             )
         self._supervisor = Supervisor(self._fail)
         self._data = DataPort(self._service.fetch, settings.timers, self._supervisor)
-        self._health = HealthServicer()
+        self._health = _Health(self._service)
         self._failed = asyncio.Event()
         self._http = HttpServer(
             stats=lambda: stats_document(self.state, self._snapshot()),
@@ -79,7 +83,12 @@ class WorkerServer:
         settings = self.settings
         # on the loopback address no other host can connect, so the line is no warning
         loopback = settings.bind.startswith("127.") or settings.bind == "::1"
-        logger.log(logging.INFO if loopback else logging.WARNING, WARNING)
+        if self.identity is None:
+            logger.log(logging.INFO if loopback else logging.WARNING, WARNING)
+        else:
+            self._supervisor.start(
+                self.identity.watch, name="watch the identity", at_end=AtEnd.RESTART
+            )
         if settings.delays:
             logger.warning("delays are injected, for tests", extra={"delays": settings.delays})
         self.http_port = await self._http.start(settings.bind, settings.http_port)
@@ -88,9 +97,12 @@ class WorkerServer:
         )
         self._grpc.add_generic_rpc_handlers(self._service.handlers())
         add_HealthServicer_to_server(self._health, self._grpc)
-        self.grpc_port = add_port(self._grpc, settings.bind, settings.grpc_port)
-        self.data_port = self._data.open(settings.bind, settings.data_port)
-        self._service.data_port = settings.announced_data_port or self.data_port
+        self.grpc_port = add_port(
+            self._grpc, settings.bind, settings.grpc_port, identity=self.identity
+        )
+        if self.identity is None:  # data connections are plaintext: with TLS, fetches use gRPC
+            self.data_port = self._data.open(settings.bind, settings.data_port)
+            self._service.data_port = settings.announced_data_port or self.data_port
         await self._set_health(serving=False)
         await self._grpc.start()
 
@@ -190,6 +202,22 @@ async def _close(components: WorkerComponents) -> None:
         logger.exception("the engine is stuck")
     except Exception:
         logger.exception("the engine had failed")
+
+
+class _Health(HealthServicer):  # type: ignore[misc]
+    """gRPC's health service; with mutual TLS only for identities of the service."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__()
+        self._service = service
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._service.authorize_health(context)
+        return await super().Check(request, context)
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
+        await self._service.authorize_health(context)
+        await super().Watch(request, context)
 
 
 class HttpServer:

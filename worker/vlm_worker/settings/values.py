@@ -39,7 +39,7 @@ SERVE_DRAIN_SECONDS: Final = 5.0
 CHOSEN_BY_SERVE: Final = frozenset({
     "--model", "--bind", "--grpc-port", "--data-port", "--announced-data-port", "--http-port",
     "--stages", "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
-    "--patience-seconds",
+    "--patience-seconds", "--identity-dir",
 })  # fmt: skip
 
 
@@ -148,6 +148,9 @@ class ProcessSettings:
     identity: Identity = dataclasses.field(default_factory=Identity)
     trace_ratio: float = 0.0
     bind: str = option("--bind", TEXT, "::", "address that every server listens on")
+    identity_dir: Path | None = option(
+        "--identity-dir", PATH, None, "ca.crt, tls.crt and tls.key for mutual TLS between pods"
+    )
 
 
 class AdmissionPolicy(enum.StrEnum):

@@ -33,6 +33,7 @@ from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader, View
 from vlm_worker.wire.frames import TransferId, Units
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.messages import FetchCall
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,14 @@ class Peer:
     """One producer: its connections, and the leases (boot id, transfer id) held there."""
 
     def __init__(
-        self, address: str, threads: FetchThreads, timers: Timers, sources: Sources
+        self,
+        address: str,
+        threads: FetchThreads,
+        timers: Timers,
+        sources: Sources,
+        identity: IdentityStore | None = None,
     ) -> None:
-        self.client = WorkerClient(address, timers=timers)
+        self.client = WorkerClient(address, timers=timers, identity=identity)
         self.held: Counter[tuple[bytes, str]] = Counter()
         self.renewing: asyncio.Task[None] | None = None
         self._data = DataConnectionPool(address, threads, timers)
@@ -149,8 +155,14 @@ class Peers:
     """
 
     def __init__(
-        self, timers: Timers, sources: Sources, supervisor: Supervisor | None = None
+        self,
+        timers: Timers,
+        sources: Sources,
+        supervisor: Supervisor | None = None,
+        *,
+        identity: IdentityStore | None = None,
     ) -> None:
+        self._identity = identity
         self._timers = timers
         self._sources = sources
         self._supervisor = supervisor or Supervisor()
@@ -196,7 +208,7 @@ class Peers:
 
     def _peer(self, address: str) -> Peer:
         peer = self._peers.pop(address, None)
-        peer = peer or Peer(address, self._threads, self._timers, self._sources)
+        peer = peer or Peer(address, self._threads, self._timers, self._sources, self._identity)
         idle = [name for name, it in self._peers.items() if not it.held and it.renewing is None]
         self._peers[address] = peer  # the most recently used is last
         for name in idle[: max(0, len(idle) - MAX_IDLE_PEERS)]:

@@ -3,8 +3,9 @@
 --bind=::       IPv4 and IPv6 through one socket; IPv4 alone if the kernel has no IPv6
 other values    that address and no other
 
-All connections are plaintext until mutual TLS is built here. A process that opens a port logs a
-`WARNING`: the digest of a frame does not authenticate.
+With `--identity-dir`, gRPC uses mutual TLS and fetches use gRPC: no data port is opened. Without
+it, all connections are plaintext, and a process that opens a port logs a `WARNING`: the digest of a
+frame does not authenticate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, Final
 import grpc
 
 from vlm_worker.settings.timers import Timers
+from vlm_worker.wire.identity import Certificate, IdentityError, ServiceIdentity
+from vlm_worker.wire.identity_store import Credentials, IdentityStore
 from vlm_worker.wire.rpc import channel_options
 
 WARNING = (
@@ -39,17 +42,68 @@ def open_channel(address: str, timers: Timers) -> Any:
     return grpc.aio.insecure_channel(address, options=channel_options(timers))
 
 
-def add_port(server: Any, address: str, port: int) -> int:
-    """Add a listening port to a `grpc.aio.Server`; returns the port. Raises OSError."""
+def open_secure_channel(
+    address: str, timers: Timers, credentials: Credentials, peer: ServiceIdentity
+) -> Any:
+    """A channel that connects only to a process with the identity `peer`."""
+    options = [*channel_options(timers), ("grpc.ssl_target_name_override", peer.dns_name)]
+    return grpc.aio.secure_channel(address, credentials.channel, options=options)
+
+
+async def identity_at(address: str, credentials: Credentials) -> ServiceIdentity:
+    """The identity of the worker at an address, from a handshake.
+
+    The caller does not know its role: a worker of any role may have loaded the stage.
+
+    Raises:
+        OSError: no connection, or its certificate is of another trust anchor or has expired.
+        IdentityError: it is of another service.
+    """
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=credentials.client)
+    try:
+        found = writer.get_extra_info("ssl_object").getpeercert()
+    finally:
+        writer.transport.abort()
+    peer = Certificate.of_peer(found).identity
+    if not peer.is_same_service(credentials.identity):
+        raise IdentityError(f"{peer.uri} is no peer of {credentials.identity.uri}")
+    return peer
+
+
+def peer_of(context: Any) -> ServiceIdentity:
+    """The identity of the caller of a gRPC method. Raises IdentityError."""
+    uris = context.auth_context().get("peer_spiffe_id", ())
+    if len(uris) != 1:
+        raise IdentityError("the caller has no identity of a service in its certificate")
+    return ServiceIdentity.of_uri(uris[0].decode(errors="replace"))
+
+
+def add_port(server: Any, address: str, port: int, *, identity: IdentityStore | None = None) -> int:
+    """Add a listening port to a `grpc.aio.Server`; returns the port. Raises OSError.
+
+    With `identity`, each handshake needs a certificate of the client, and uses the newest files.
+    """
     host = bindable(address)
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound: int = server.add_insecure_port(target)
+        if identity is None:
+            bound: int = server.add_insecure_port(target)
+        else:
+            bound = server.add_secure_port(target, _server_credentials(identity))
     except RuntimeError as error:
         raise OSError(f"--grpc-port={port}: cannot listen on {target}: {error}") from error
     if bound == 0:
         raise OSError(f"--grpc-port={port}: cannot listen on {target}")
     return bound
+
+
+def _server_credentials(identity: IdentityStore) -> grpc.ServerCredentials:
+    return grpc.dynamic_ssl_server_credentials(
+        identity.now.server_configuration,
+        lambda: identity.now.server_configuration,  # on a thread of gRPC, for each handshake
+        require_client_authentication=True,
+    )
 
 
 def open_data_port(address: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from vlm_worker.errors import (
     InvalidRequestError,
     OverloadedError,
     PeerLostError,
+    UnauthorizedError,
     WorkerError,
 )
 
@@ -37,6 +38,7 @@ _CODES: dict[type[WorkerError], grpc.StatusCode] = {
     GoneError: grpc.StatusCode.NOT_FOUND,
     DuplicateError: grpc.StatusCode.ALREADY_EXISTS,
     IncompatibleError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnauthorizedError: grpc.StatusCode.PERMISSION_DENIED,
     CorruptTransferError: grpc.StatusCode.DATA_LOSS,
     CancelledError: grpc.StatusCode.CANCELLED,
     EngineError: grpc.StatusCode.INTERNAL,
