@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
+from worker.authority import Authority
 
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
@@ -19,7 +20,8 @@ from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.metrics import WorkerMetrics
 from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
 from vlm_worker.settings import parse
-from vlm_worker.types import STAGES, Modality
+from vlm_worker.types import STAGES, Modality, Role
+from vlm_worker.wire.identity_store import IdentityStore
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 ROW = re.compile(r"^\| `((?:vlm|triptych)_\w+)` \| (\w+) \| (.*?) \|", re.MULTILINE)
@@ -56,9 +58,10 @@ def worker_exposition() -> str:
     return meters.exposition().decode()
 
 
-def gateway_exposition() -> str:
+def gateway_exposition(identity: IdentityStore | None = None) -> str:
     """The metrics of a gateway that has answered a request."""
     meters = GatewayMetrics()
+    meters.identity = identity
     meters.first_token(1.0, dict.fromkeys(STAGES, 0.1), Modality.IMAGE, 0.5)
     meters.next_token(0.1)
     meters.record_images(1, 64)
@@ -81,8 +84,12 @@ SHARED_NAMES = {
 }
 
 
-def test_the_workers_metrics_are_listed_with_type_and_labels() -> None:
-    found = {*families(worker_exposition()), *families(gateway_exposition())}
+def test_the_workers_metrics_are_listed_with_type_and_labels(
+    tmp_path: pathlib.Path,
+) -> None:
+    directory = Authority(tmp_path / "ca").pair("gateway")
+    identity = IdentityStore(directory, Role.GATEWAY)
+    found = {*families(worker_exposition()), *families(gateway_exposition(identity))}
     listed = {(name, kind, ", ".join(sorted(labels.split(", ")))) for name, kind, labels in WORKER}
     assert len(listed) == len(WORKER)
     assert listed == found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+import subprocess
+import sys
 from contextlib import aclosing
 from pathlib import Path
 
@@ -275,6 +277,49 @@ async def test_a_service_answers_while_pairs_and_trust_anchors_are_replaced(
             with pytest.raises(PeerLostError):  # it does not trust the second CA
                 await old_trust.hello(timeout=5)
         await two.idle()
+
+
+HELLO_OVER_TLS_1_2 = """
+import os, ssl, socket, sys, threading, asyncio
+from pathlib import Path
+from vlm_worker.serve.process import only_tls_13
+if sys.argv[2] == "pinned":
+    only_tls_13(os.environ)
+import grpc
+from vlm_worker.types import Role
+from vlm_worker.wire.identity_store import IdentityStore
+from vlm_worker.wire.sockets import add_port
+store = IdentityStore(Path(sys.argv[1]), Role.DECODE)
+
+def version(maximum):
+    context = store.now.client
+    context.minimum_version = context.maximum_version = maximum
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+        try:
+            with context.wrap_socket(plain) as secure:
+                return secure.version()
+        except (ssl.SSLError, ConnectionError):
+            return "refused"
+
+async def main():
+    global port
+    server = grpc.aio.server()
+    port = add_port(server, "127.0.0.1", 0, identity=store)
+    await server.start()
+    for maximum in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+        print(await asyncio.to_thread(version, maximum))
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("how", "answers"), [("as", "TLSv1.2"), ("pinned", "refused")])
+def test_grpc_refuses_tls_1_2_if_it_is_pinned(authority: Authority, how: str, answers: str) -> None:
+    """The variable is read once per process, so each case has its own."""
+    command = [sys.executable, "-c", HELLO_OVER_TLS_1_2, str(authority.pair("decode")), how]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == [answers, "TLSv1.3"]
 
 
 def _trusting(bundle: bytes, directory: Path) -> Path:
