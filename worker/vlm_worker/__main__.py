@@ -16,7 +16,14 @@ from vlm_worker.serve.process import (
     only_tls_13,
     set_malloc_thresholds,
 )
-from vlm_worker.settings import GatewaySettings, ServeSettings, Settings, WorkerSettings, parse
+from vlm_worker.settings import (
+    FetchSettings,
+    GatewaySettings,
+    ServeSettings,
+    Settings,
+    WorkerSettings,
+    parse,
+)
 
 
 def main() -> None:
@@ -44,6 +51,10 @@ def main() -> None:
 
 
 def _run(settings: Settings) -> int:
+    if isinstance(settings, FetchSettings):
+        from vlm_worker.serve.fetch import run_fetch
+
+        return run_fetch(settings)
     if not isinstance(settings, ServeSettings) and settings.parent is not None:
         exit_with_parent(settings.parent)
     if isinstance(settings, WorkerSettings):

@@ -1,23 +1,26 @@
 """Provides a model's files: from a directory, or downloaded from a hub into a cache.
 
-huggingface_hub's own variables, HF_ENDPOINT and HF_TOKEN, set the hub's address and token.
+`vlm-worker fetch` keeps a record in the directory: what it is for, and whether it is complete.
+
+fetch ─ complete: false ─▶ download ─▶ check ─ complete: true ─▶ workers load it
 """
 
 from __future__ import annotations
 
-import io
-import logging
+import dataclasses
+import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.model_files import ConfigFields, ModelConfigError, read_json
+from vlm_worker.serve.hub import download
 from vlm_worker.settings import ModelSource
-
-logger = logging.getLogger(__name__)
 
 GATEWAY_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 PATTERNS = (*GATEWAY_PATTERNS, "*.safetensors")
+RECORD: Final = ".triptych-model.json"
 
 
 def fetch_model(
@@ -26,11 +29,13 @@ def fetch_model(
     """Download the files that are missing; returns the model's directory. Blocking.
 
     Raises:
-        ModelConfigError: no such directory or repository exists, or the hub is not reachable.
+        ModelConfigError: no such directory or repository exists, or the hub is not reachable. Or
+            `vlm-worker fetch` has not completed the directory.
     """
     repository = source.repository
     if repository is None:
         path = Path(source.uri)
+        check_complete(path)
         if not (path / "config.json").exists():
             problem = "has no config.json" if path.is_dir() else "is no directory"
             raise ModelConfigError(
@@ -38,55 +43,62 @@ def fetch_model(
             )
         return path
     progress(f"downloading {repository}")
-    return _download(repository, source, progress, patterns)
+    return download(source, progress, patterns=patterns)
 
 
-def _download(
-    repository: str,
-    source: ModelSource,
-    progress: Callable[[str], None],
-    patterns: Sequence[str],
-) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """The model of a directory. `num_bytes` is the size of its files, known once it is complete."""
 
+    uri: str
+    revision: str
+    complete: bool
+    num_bytes: int = 0
+
+
+def read_record(directory: Path) -> ModelRecord | None:
+    """Return the record of a directory; None if `vlm-worker fetch` has not written there.
+
+    Raises:
+        ModelConfigError: the record cannot be read.
+    """
+    path = directory / RECORD
+    if not path.exists():
+        return None
+    values = read_json(path)
+    fields = ConfigFields(str(path), values)
+    return ModelRecord(
+        uri=str(values.get("uri", "")),
+        revision=str(values.get("revision", "")),
+        complete=values.get("complete") is True,
+        num_bytes=fields.count("num_bytes", least=0),
+    )
+
+
+def write_record(directory: Path, record: ModelRecord) -> None:
+    """Replace the record atomically; it is on disk when this returns.
+
+    Raises:
+        OSError: the directory is not writable, or full.
+    """
+    partial = directory / f"{RECORD}.partial"
+    with partial.open("w") as file:
+        json.dump(dataclasses.asdict(record), file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(directory / RECORD)
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        path = snapshot_download(
-            repository,
-            revision=source.revision or None,
-            cache_dir=source.cache,
-            allow_patterns=list(patterns),
-            tqdm_class=_bar(repository, progress),
+        os.fsync(descriptor)  # the name itself
+    finally:
+        os.close(descriptor)
+
+
+def check_complete(directory: Path) -> None:
+    """Raise ModelConfigError if a fetch into `directory` has begun and not ended."""
+    record = read_record(directory)
+    if record is not None and not record.complete:
+        raise ModelConfigError(
+            f"--model: {directory} has only a part of {record.uri}; wait until `vlm-worker fetch` "
+            "has ended, or run it again"
         )
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "no answer"
-        raise ModelConfigError(
-            f"--model: {source.uri} at revision {source.revision or 'main'}: the hub says "
-            f"{status}; check name, revision and credentials"
-        ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelConfigError(
-            f"--model: {source.uri} is not in the cache and cannot be downloaded: {error}"
-        ) from error
-    return Path(path)
-
-
-def _bar(repository: str, progress: Callable[[str], None]) -> Any:
-    """A progress bar class that calls `progress` instead of drawing."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-    class Reporting(tqdm):  # type: ignore[misc]
-        """Reports the state of the download."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # an argument of the hub, unknown to tqdm
-            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            drawn: bool | None = super().update(n)
-            if self.total:
-                done = f"{self.n:,.0f} of {self.total:,.0f} {self.unit.strip()}"
-                progress(f"downloading {repository}: {done}")
-            return drawn
-
-    return Reporting

@@ -3,6 +3,7 @@
     vlm-worker encoder|prefill|decode  ->  WorkerSettings
     vlm-worker gateway                 ->  GatewaySettings
     vlm-worker serve MODEL             ->  ServeSettings
+    vlm-worker fetch                   ->  FetchSettings
 
 An error names the flag and the fix, and ends the process with code 2.
 """
@@ -24,6 +25,7 @@ from vlm_worker.settings.values import (
     AdmissionSettings,
     ComputeSettings,
     EncoderCacheSettings,
+    FetchSettings,
     GatewaySettings,
     Identity,
     ModelSource,
@@ -40,6 +42,7 @@ __all__ = [
     "AdmissionSettings",
     "ComputeSettings",
     "EncoderCacheSettings",
+    "FetchSettings",
     "GatewaySettings",
     "Identity",
     "ModelSource",
@@ -70,6 +73,11 @@ def command_line() -> argparse.ArgumentParser:
     for cls in (ProcessSettings, ServeSettings, WorkerSettings, GatewaySettings):
         add_options(serve, cls, without=CHOSEN_BY_SERVE, optional={"--served-name"})
     serve.set_defaults(parser=serve, served_name="", drain_timeout_seconds=SERVE_DRAIN_SECONDS)
+    fetch = commands.add_parser(
+        "fetch", help="download a model into a directory, once for many pods", allow_abbrev=False
+    )
+    add_options(fetch, FetchSettings, without={"--model-cache"})
+    fetch.set_defaults(parser=fetch)
     return parser
 
 
@@ -79,6 +87,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     fail: Callable[[str], NoReturn] = args.parser.error
     model = read(ModelSource, args)
     _check_model(model, fail, needs_revision=args.command != "serve")
+    if args.command == "fetch":
+        if model.repository is None:
+            fail(f"--model: {model.uri!r} must read hf://org/name")
+        return read(FetchSettings, args)
     common: dict[str, Any] = {
         "model": model,
         "served_name": args.served_name or _name_of(args.model),

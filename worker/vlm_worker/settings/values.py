@@ -123,6 +123,14 @@ class ModelSource:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FetchSettings:
+    """A download of an `hf://` model into a directory that other processes then read."""
+
+    model: ModelSource = group(ModelSource)
+    into: Path = option("--into", PATH, REQUIRED, "directory of this model and revision alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSettings:
     """What gateway and workers share.
 
@@ -427,4 +435,4 @@ class ServeSettings:
     )
 
 
-Settings = WorkerSettings | GatewaySettings | ServeSettings
+Settings = WorkerSettings | GatewaySettings | ServeSettings | FetchSettings
