@@ -290,7 +290,8 @@ def _termination(item: ContainerState, role: Role) -> tuple[str, str]:
 def _model_failed(facts: Facts) -> tuple[str, str] | None:
     if facts.sample is None or facts.sample.phase != "failed":
         return None
-    return f"the model failed: {one_line(facts.sample.message)}", "correct spec.model or engine"
+    cause, fix = split(facts.sample.message)
+    return f"the model failed: {one_line(cause)}", one_line(fix) or "correct spec.model or engine"
 
 
 def _access_denied(facts: Facts) -> tuple[str, str] | None:

@@ -108,8 +108,12 @@ def percent(message: str) -> int | None:
 
 
 def steady(message: str) -> str:
-    """Return a worker's message with percentages in steps of 10, so that it changes rarely."""
-    return re.sub(r"(\d{1,3})(?:\.\d+)? ?%", lambda _: f"{percent(message)} %", message)
+    """Return a worker's message that changes rarely: percent in steps of 10, no rate, no time left.
+
+    The worker's /stats and its log have the rate and the time left of a download.
+    """
+    kept = re.sub(r" at [\d.]+ \w+/s, \d+ s left", "", message)
+    return re.sub(r"(\d{1,3})(?:\.\d+)? ?%", lambda _: f"{percent(message)} %", kept)
 
 
 def _counts(view: StatusInputs) -> dict[str, int]:

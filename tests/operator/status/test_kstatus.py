@@ -442,6 +442,14 @@ SAID: dict[str, tuple[Saying, float, str, tuple[str, ...]]] = {
         Saying("decode", phase="failed", accepting=False, message="weights end early"), 0,
         "ModelFailed", ("the model failed: weights end early", "correct spec.model"),
     ),
+    "a model that cannot be had": (
+        Saying(
+            "decode", phase="failed", accepting=False,
+            message="--model: hf://me/x: the model is gated; accept its licence on the hub",
+        ), 0,
+        "ModelFailed",
+        ("hf://me/x: the model is gated; accept its licence on the hub",),
+    ),
     "a gateway without rights": (
         Saying("gateway", accepting=False, message=DENIED), 60,
         "AccessDenied", ("403 Forbidden", "Role and RoleBinding"),
