@@ -27,7 +27,7 @@ class Hub:
         gated: the token's account has not accepted the licence.
         num_cuts: transfers of the large file that end halfway.
         damaged: the large file arrives with other content of the same size.
-        num_large: requests for the large file.
+        sent: names of the files that were asked for, in order.
     """
 
     token: str | None = None
@@ -35,7 +35,7 @@ class Hub:
     num_cuts: int = 0
     damaged: bool = False
     num_requests: int = 0
-    num_large: int = 0
+    sent: list[str] = dataclasses.field(default_factory=list)
     url: str = ""
 
     @property
@@ -73,8 +73,8 @@ class Hub:
         if given.startswith("bytes="):
             start = int(given.removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        if large:
-            self.num_large += 1
+        if request.method == "GET":
+            self.sent.append(path.name)
         if large and self.num_cuts:
             self.num_cuts -= 1
             headers["Content-Length"] = str(len(data) - start)

@@ -48,7 +48,9 @@ async def test_a_hub_model_is_downloaded_with_progress_and_then_found_in_the_cac
     for path in MODEL.iterdir():
         assert (directory / path.name).read_bytes() == path.read_bytes()
     assert not (directory / "training.bin").exists()
-    assert "SAID downloading org/shapes: 100 % of " in out
+    said = [line for line in out.splitlines() if " % of " in line]
+    assert said[-1].startswith("SAID downloading org/shapes: 100 % of 7.4 MiB")
+    assert all(" % of 7.4 MiB" in line for line in said)  # of all files, from the first one on
     again = await fetch("http://127.0.0.1:9", tmp_path)
     assert again.partition("DIR ")[2].strip() == str(directory)
 

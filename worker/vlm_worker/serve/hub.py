@@ -92,15 +92,17 @@ def download(
 
     repository = source.repository
     assert repository is not None
+    options: dict[str, Any] = {
+        "revision": source.revision or None,
+        "cache_dir": source.cache,
+        "local_dir": into,
+        "allow_patterns": list(patterns),
+    }
     try:
-        path = snapshot_download(
-            repository,
-            revision=source.revision or None,
-            cache_dir=source.cache,
-            local_dir=into,
-            allow_patterns=list(patterns),
-            tqdm_class=_bar(repository, progress),
-        )
+        missing = snapshot_download(repository, dry_run=True, **options)
+        total = sum(file.file_size for file in missing if file.will_download)
+        bar = _bar(repository, total, progress)
+        path = snapshot_download(repository, tqdm_class=bar, **options)
     except _failures() as error:
         raise hub_error(error, source) from error
     return Path(path)
@@ -192,10 +194,11 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _bar(repository: str, progress: Callable[[str], None]) -> Any:
+def _bar(repository: str, num_bytes: int, progress: Callable[[str], None]) -> Any:
     """A progress bar class that calls `progress` instead of drawing.
 
-    Of the hub's bars it reports the one that counts bytes on disk.
+    Of the hub's bars it reports the one that counts bytes on disk. Its own total grows with each
+    file that begins, so `num_bytes` replaces it.
     """
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
@@ -211,12 +214,10 @@ def _bar(repository: str, progress: Callable[[str], None]) -> Any:
 
         def update(self, n: float | None = 1) -> bool | None:
             drawn: bool | None = super().update(n)
-            if self.total and self.reports:
+            if num_bytes and self.reports:
                 seconds = time.monotonic() - self.began
-                progress(
-                    f"downloading {repository}: "
-                    f"{progress_text(self.n, self.total, seconds=seconds)}"
-                )
+                text = progress_text(min(self.n, num_bytes), num_bytes, seconds=seconds)
+                progress(f"downloading {repository}: {text}")
             return drawn
 
     return Reporting
