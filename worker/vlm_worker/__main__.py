@@ -36,7 +36,7 @@ def main() -> None:
     # With shared cores, torch threads that spin take cores from the threads that they wait for: a
     # step takes twenty times as long. OpenMP reads this variable when torch is imported.
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not isinstance(settings, ServeSettings) and settings.identity_dir is not None:
+    if isinstance(settings, WorkerSettings | GatewaySettings) and settings.identity_dir:
         only_tls_13(environ)
     set_malloc_thresholds(environ)
     keep_compiled(environ)
