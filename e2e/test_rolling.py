@@ -255,3 +255,29 @@ def _all_are_whole(clients: Clients, undisturbed: list[str]) -> None:
     )
     assert faults == []
     assert max(seconds) > 2 * DRAIN_SECONDS, "answers were to be longer than drains"
+
+
+@pytest.mark.full
+async def test_a_service_gets_certificates_and_no_request_is_refused_or_cut(
+    served: Served, undisturbed: list[str]
+):
+    """Pods with plaintext and pods with mutual TLS never talk to each other: all are replaced."""
+    manifest = _manifest()
+    manifest["spec"]["identity"] = {"mode": "OperatorCA"}
+    old = {role: set(names_of(await served.pods(role))) for role in (*POOL_ROLES, Role.GATEWAY)}
+    clients = Clients(served, long=LONG, short=SHORT)
+    async with clients.asking(num_long=NUM_LONG):
+        await _fresh(clients)
+        began = time.monotonic()
+        await served.apply(manifest)
+        for role, pods in old.items():
+            await _replaced(served, role, pods)
+        print(f"every pod had a certificate {elapsed(began)} after kubectl apply")
+        await _fresh(clients)
+    _all_are_whole(clients, undisturbed)
+    conditions = {item["type"]: item for item in (await served.service())["status"]["conditions"]}
+    assert conditions["CertificatesReady"]["status"] == "True"
+    for role in POOL_ROLES:
+        for pod in await served.pods(role):
+            [container] = pod["spec"]["containers"]
+            assert "--identity-dir=/var/run/triptych/identity" in container["args"]
