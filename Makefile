@@ -59,6 +59,13 @@ bench: $(ENV)  ## ratios against the limits of this machine and the table of goa
 bench-peers: $(ENV)  ## ours against transformers, OpenVINO GenAI, llama.cpp and vLLM, each in an environment of its own (ARGS="openvino")
 	@$(BIN)/python bench/peers/run.py $(ARGS)
 
+.PHONY: docs docs-serve
+docs: $(ENV)  ## the site of the documentation, in build/site; a broken link or a page outside the index fails
+	@$(BIN)/sphinx-build -q -W --keep-going -b dirhtml -c tools/docs_site -d build/site.doctrees . build/site
+	@echo "build/site/index.html"
+docs-serve: docs  ## the site at http://127.0.0.1:8001
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8001
+
 .PHONY: fmt
 fmt: $(ENV)  ## format and sort imports
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix --select I .
