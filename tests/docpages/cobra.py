@@ -40,7 +40,7 @@ def _subcommands(program: str, *path: str) -> frozenset[str]:
 
 
 @functools.cache
-def _flags(program: str, *path: str) -> dict[str, bool]:
+def flags_of(program: str, *path: str) -> dict[str, bool]:
     """Name to whether it takes a value; `f` is the flag `-f`."""
     if program == "kubectl":
         text = _help(program, *path) + _help(program, "options")
@@ -77,7 +77,7 @@ def parse(program: str, words: Sequence[str], *, whole: bool = True) -> Parsed:
             if not word.startswith("--") and not equals and len(name) > 1:
                 left[:0] = [f"-{letter}" for letter in name[1:]]  # -it
                 name = name[0]
-            known = _flags(program, *path) if path else _any_flag(program)
+            known = flags_of(program, *path) if path else _any_flag(program)
             if name not in known:
                 raise ValueError(f"{program} {' '.join(path)} has no flag {word}")
             if known[name] and not equals:
@@ -101,4 +101,4 @@ def _subcommand(word: str, known: frozenset[str]) -> str | None:
 
 def _any_flag(program: str) -> dict[str, bool]:
     """Flags that may precede the subcommand."""
-    return _flags(program, "options") if program == "kubectl" else _flags(program)
+    return flags_of(program, "options") if program == "kubectl" else flags_of(program)
