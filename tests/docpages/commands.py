@@ -68,7 +68,7 @@ def check(line: str, *, made: Iterable[str] = ()) -> None:
     """
     for words in shell.commands(line):
         program, *rest = words
-        name = Path(program).name
+        name = Path(program).name or program
         if name in CHECKERS:
             CHECKERS[name](rest)
         elif name not in OTHERS:
