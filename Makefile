@@ -66,6 +66,10 @@ docs: $(ENV)  ## the site of the documentation, in build/site; a broken link or 
 docs-serve: docs  ## the site at http://127.0.0.1:8001
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8001
 
+.PHONY: docs-outputs
+docs-outputs: $(ENV)  ## the outputs of offline commands that pages show, written again
+	@$(BIN)/python tools/docs_outputs.py $(ARGS)
+
 .PHONY: fmt
 fmt: $(ENV)  ## format and sort imports
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix --select I .
@@ -95,4 +99,4 @@ clean:  ## remove the environment and caches of this checkout (the control plane
 
 .PHONY: help
 help:  ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
