@@ -149,7 +149,7 @@ async def hostile_mix(model: Path, side: int) -> None:
             yield pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=bytes(1 << 20)))
             await asyncio.Event().wait()
 
-        return client._call("Encode", requests(), 900.0)
+        return client._stub("Encode")(requests(), timeout=900.0)
 
     assert geometry.num_tokens * 8 * NUM_IMAGES <= CACHE
     async with started("encoder", *flags) as worker, WorkerClient(worker.address) as client:

@@ -73,7 +73,7 @@ class Slow:
     def __init__(self, worker: Serving, call: EncodeCall) -> None:
         self._components: asyncio.Queue[pb.EncodeRequest] = asyncio.Queue()
         self._components.put_nowait(pb.EncodeRequest(begin=ENCODE_CALL.encode(call)))
-        self._call = worker.client._call("Encode", self._requests(), TIMEOUT)
+        self._call = worker.client._stub("Encode")(self._requests(), timeout=TIMEOUT)
 
     async def _requests(self) -> AsyncIterator[pb.EncodeRequest]:
         while True:

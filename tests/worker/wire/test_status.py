@@ -21,6 +21,7 @@ ERRORS = [
     errors.GoneError("expired"),
     errors.DuplicateError("again"),
     errors.IncompatibleError("other"),
+    errors.UnauthorizedError("not yours"),
     errors.CorruptTransferError("flipped"),
     errors.CancelledError("stop"),
     errors.EngineError("defect"),
