@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 CASES = sorted({path.parent for path in (ROOT / "examples").glob("*/*.yaml")})
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 # kinds of CRDs that are not ours
-FOREIGN = ("argoproj.io/", "toolkit.fluxcd.io/", "gateway.networking.k8s.io/")
+FOREIGN = ("argoproj.io/", "cert-manager.io/", "toolkit.fluxcd.io/", "gateway.networking.k8s.io/")
 FENCE = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
