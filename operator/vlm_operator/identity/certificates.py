@@ -74,11 +74,10 @@ def load(certificate: str, key: str) -> Pair:
     Raises:
         ValueError: one is no PEM of its kind, or they do not belong together.
     """
-    pair = _pair(x509.load_pem_x509_certificate(certificate.encode()), _load_key(key))
-    loaded = x509.load_pem_x509_certificate(certificate.encode())
-    if loaded.public_key() != _load_key(key).public_key():
+    loaded, own = x509.load_pem_x509_certificate(certificate.encode()), _load_key(key)
+    if loaded.public_key() != own.public_key():
         raise ValueError("the key does not belong to the certificate")
-    return pair
+    return _pair(loaded, own)
 
 
 def digest(bundle: str) -> str:
