@@ -1,7 +1,7 @@
 """Decides whether a service makes progress, and since when it does not. Pure.
 
 generation, revision ─ new ─▶ reset
-pods scheduled, pulled, loaded, ready; percent loaded; old pods gone ─ new maximum ─▶ progress
+pods scheduled, pulled, loaded, ready; percent of a start; old pods gone ─ new maximum ─▶ progress
 every role serves its floor, no rollout ─▶ settled: the generation is reached
 
 A pod that crashes and restarts exceeds no earlier maximum, so it is no progress.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from vlm_operator.cluster import epoch_seconds
 from vlm_operator.pods.parts import start_seconds
@@ -101,19 +101,33 @@ def deadline_seconds(view: StatusInputs) -> float:
     return max(deadline, *starts)
 
 
+_PERCENT = re.compile(r"(\d{1,3})(?:\.\d+)? ?%")
+
+
 def percent(message: str) -> int | None:
     """Return the percentage in a loading worker's message, in steps of 10; None if it has none."""
-    match = re.search(r"(\d{1,3})(?:\.\d+)? ?%", message)
+    match = _PERCENT.search(message)
     return None if match is None else min(100, int(match[1])) // 10 * 10
 
 
 def steady(message: str) -> str:
     """Return a worker's message that changes rarely: percent in steps of 10, no rate, no time left.
 
-    The worker's /stats and its log have the rate and the time left of a download.
+    The worker's /stats and its log have rate and time left.
     """
-    kept = re.sub(r" at [\d.]+ \w+/s, \d+ s left", "", message)
-    return re.sub(r"(\d{1,3})(?:\.\d+)? ?%", lambda _: f"{percent(message)} %", kept)
+    kept = re.sub(r"( at [\d.]+ \w+/s)?, \d+ s left", "", message)
+    return _PERCENT.sub(lambda _: f"{percent(message)} %", kept)
+
+
+def _shares(role: str, messages: Iterable[str]) -> dict[str, int]:
+    """Return the percentages of each step of a role's starts, summed over its pods."""
+    found: dict[str, int] = {}
+    for message in messages:
+        share = percent(message)
+        if share is not None:
+            step = f"{role} {_PERCENT.split(message)[0]}"
+            found[step] = found.get(step, 0) + share
+    return found
 
 
 def _counts(view: StatusInputs) -> dict[str, int]:
@@ -125,9 +139,9 @@ def _counts(view: StatusInputs) -> dict[str, int]:
             f"{role} scheduled": sum(pod.scheduled for pod in pods),
             f"{role} pulled": sum(any(item.started for item in pod.containers) for pod in pods),
             f"{role} loaded": sum(sample.phase == "ready" for sample in samples),
-            f"{role} percent": sum(percent(sample.message) or 0 for sample in samples),
             f"{role} containers": sum(pod.containers_ready for pod in pods),
             f"{role} ready": sum(pod.ready and not pod.draining for pod in pods),
         }
+        counts |= _shares(role, (sample.message for sample in samples))
         counts["old"] += len(pods) - len(view.observed.of(role))
     return counts

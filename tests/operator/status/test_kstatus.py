@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from support.fakes import DyingCluster, FakeScraper, run_controllers
+from support.fakes import DyingCluster, Saying, run_controllers
 from support.world import World, body, external, kstatus, pool, rps
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, POD, VLM_SERVICE, Manifest
 from vlm_operator.errors import ClusterError
-from vlm_operator.state import PodState, Sample
 from vlm_operator.status.causes import split
 
 DEADLINE = 600
@@ -417,23 +415,6 @@ def test_a_number_of_a_manual_pool_that_is_put_back_is_told_of():
     assert "use mode External" in found["message"]
     world.turn(seconds=DEADLINE)
     assert world.condition("ScalingActive")["status"] == "True"
-
-
-class Saying(FakeScraper):
-    """Pods of one role say that they fail."""
-
-    def __init__(self, role: str, **said: Any) -> None:
-        super().__init__()
-        self.role, self.said = role, said
-
-    async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
-        asked = list(pods)
-        found = await super().scrape(asked)
-        changed = {pod.uid for pod in asked if pod.role == self.role}
-        return {
-            uid: dataclasses.replace(sample, **self.said) if uid in changed else sample
-            for uid, sample in found.items()
-        }
 
 
 DENIED = "the API server denies the list of pods: 403 Forbidden"

@@ -7,15 +7,17 @@ import re
 
 import pytest
 
-from support.fakes import sample_of
-from support.world import World, body, pool
+from support.fakes import Saying, run_controllers, sample_of
+from support.world import World, body, pool, rps
 from vlm_operator.api.status import CONDITIONS, VLMServiceStatus
-from vlm_operator.names import Role
+from vlm_operator.cluster import POD, Manifest
+from vlm_operator.names import LABEL_ROLE, Role
 from vlm_operator.observe import pod_states, unschedulable
 from vlm_operator.state import StageSeconds, Ttft
 from vlm_operator.status.events import Event, events
 
 ROOT = pathlib.Path(__file__).parents[3]
+DEADLINE = 600  # rollout.progressDeadlineSeconds
 
 
 def test_the_status_is_what_the_crd_describes():
@@ -277,3 +279,29 @@ def test_the_same_status_twice_is_no_news():
     world = World()
     world.converge()
     assert events(world.status, world.status) == ()
+
+
+def test_each_step_of_a_start_is_progress_and_its_share_is_in_the_message():
+    world = World(body(decode=pool()))
+    saying = Saying("decode", phase="loading", accepting=False, message="downloading a/b: 90 %")
+    world.scraper = saying
+    world.loop = world.new_loop()
+    world.turn()
+    run_controllers(world.cluster)
+
+    def unready(pod: Manifest) -> None:
+        for item in pod["status"]["conditions"]:
+            if item["type"] == "Ready":
+                item |= {"status": "False", "lastTransitionTime": world.cluster.clock.stamp()}
+
+    for item in world.cluster.all(POD):
+        if item["metadata"]["labels"][LABEL_ROLE] == "decode":
+            world.cluster.edit(POD, "ns", item["metadata"]["name"], unready, manager="kubelet")
+    world.turn()
+    saying.said["message"] = "packing weights: 23 %, 40 s left"  # less than the download had
+    world.turn(seconds=DEADLINE - 100)
+    assert world.condition("DecodeReady")["message"].count("starts: packing weights: 20 %") == 1
+    world.turn(seconds=DEADLINE - 100)
+    assert rps(world) == "F/T/F"
+    world.turn(seconds=101)
+    assert rps(world) == "F/F/T"

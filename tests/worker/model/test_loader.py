@@ -44,6 +44,24 @@ def test_a_role_holds_its_own_weights_and_no_others(stages: tuple[Stage, ...]) -
     assert loaded.weights_bytes == sum(own[name].nbytes for name in own.keys() - shared)
 
 
+@pytest.mark.parametrize("stages", [(Stage.ENCODER,), LM, tuple(Stage)], ids=str)
+def test_every_tensor_and_layer_of_a_start_is_reported(stages: tuple[Stage, ...]) -> None:
+    steps: dict[str, list[tuple[int, int]]] = {}
+
+    def report(step: str, done: int, total: int) -> None:
+        steps.setdefault(step, []).append((done, total))
+
+    loaded = load_model(SHAPES, stages, progress=report)
+    assert list(steps) == ["reading weights", "packing weights"]
+    read, packed = steps.values()
+    assert [done for done, _ in read] == list(range(len(read)))
+    assert {total for _, total in read} == {len(read)}
+    assert packed == sorted(packed)
+    assert len(packed) > loaded.packing.num_layers / 2  # joint layers are reported once
+    assert all(0 <= done <= total for done, total in packed)
+    assert packed[-1][0] > packed[-1][1] / 2
+
+
 def test_the_half_that_is_not_loaded_fails_loudly() -> None:
     encoder = load_model(SHAPES, (Stage.ENCODER,)).model
     with pytest.raises(AssertionError, match="language_model is not loaded"):

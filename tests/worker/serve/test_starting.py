@@ -9,6 +9,7 @@ import pytest
 from worker.checkpoints import make_checkpoint
 
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.serve.loading import StepReports
 from vlm_worker.serve.worker import worker
 from vlm_worker.settings import WorkerSettings, parse
 
@@ -59,3 +60,25 @@ async def test_progress_of_the_model_is_shown_before_the_first_request(
     (before,) = said
     assert "listening" in before
     assert "ready" not in before
+
+
+def test_a_step_of_a_start_has_its_share_once_a_second() -> None:
+    now, said = 0.0, []
+    reports = StepReports(said.append, clock=lambda: now)
+    for now in (0.0, 0.5, 1.0, 1.5, 2.0, 4.0):
+        reports.report("reading weights", round(now * 10), 40)
+    assert said == [
+        "reading weights: 25 %, 3 s left",
+        "reading weights: 50 %, 2 s left",
+        "reading weights: 100 %, 0 s left",
+    ]
+
+
+def test_a_step_without_a_size_is_named_when_it_begins() -> None:
+    now, said = 0.0, []
+    reports = StepReports(said.append, clock=lambda: now)
+    reports.report("reading weights", 0, 40)  # ends within a second
+    for _ in range(2):
+        now += 5.0
+        reports.report("warming up", 0, 0)
+    assert said == ["warming up"]

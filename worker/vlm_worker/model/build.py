@@ -28,7 +28,7 @@ from vlm_worker.model.gpu.compiled import compile_layers, freeze
 from vlm_worker.model.gpu.decode_steps import graph_sizes
 from vlm_worker.model.gpu.graphs import captured, trial_bytes
 from vlm_worker.model.gpu.streams import streams_for
-from vlm_worker.model.loader import LoadedModel, load_model
+from vlm_worker.model.loader import LoadedModel, StartProgress, load_model, no_progress
 from vlm_worker.model.memory import make_kv_layout, num_kv_blocks
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.settings import ComputeSettings
@@ -56,8 +56,10 @@ class RunnerSettings(ComputeSettings):
     max_model_len: int = 4096
 
 
-def build_runner(settings: RunnerSettings) -> ModelRunner:
+def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress) -> ModelRunner:
     """Load a model, allocate its KV cache, warm up, and capture decode graphs.
+
+    `progress` is called for each of these steps.
 
     Raises:
         ModelConfigError: the model or the settings cannot be served; the message names path and
@@ -71,10 +73,12 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         device=settings.device,
         packed_weights=settings.packed_weights,
         weights=settings.weights,
+        progress=progress,
     )
     is_compiled = settings.compile and gpu.serves(loaded.device)
     compiled = compile_layers(loaded.model) if is_compiled else []
     revision = settings.model_revision or loaded.checkpoint.revision()
+    progress("allocating the KV cache" if loaded.has_lm else "preparing the encoder", 0, 0)
     if loaded.has_lm:
         runner = _with_kv_cache(loaded, revision, settings)
     else:
@@ -82,12 +86,14 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
     runner.streams = streams_for(
         loaded.device, has_encoder=loaded.has_encoder, has_lm=loaded.has_lm
     )
+    progress("compiling and warming up" if compiled else "warming up", 0, 0)
     if loaded.has_encoder:
         try_encoder(runner.encode, loaded.family, num_images=2 if compiled else 1)
     if runner.kv_layout is not None:
         try_language_model(runner.execute, loaded.family, block_size=runner.kv_layout.block_size)
     sizes = _graph_sizes(loaded, settings)
     if sizes:
+        progress("capturing decode graphs", 0, 0)
         runner.graphs = captured(runner.make_graphs(sizes, settings.max_model_len), loaded.device)
     freeze(compiled)
     return runner

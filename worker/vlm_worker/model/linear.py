@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import mmap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -207,13 +207,19 @@ def _onednn_has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packing:
+def pack_linears(
+    model: nn.Module,
+    *,
+    int8: Collection[nn.Module] = (),
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Packing:
     """Replace the linear layers of a bfloat16 model on a CPU by packed ones, and unmap its files.
 
     The linear layers of the parts `int8` are rounded to int8. Layers are replaced one by one, after
     the embedding tables, which are often the largest. The pages of a weight are dropped before the
     next is read, so weights are never in memory twice. If this CPU does not multiply bfloat16, only
-    the layers in int8 are packed.
+    the layers in int8 are packed. `progress` is called with the bytes of the weights that were
+    read, and of all.
     """
     packs_bfloat16 = _onednn_has_bfloat16()
     users = _users(model)
@@ -223,6 +229,8 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
     packing = Packing(backend=backend)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     _own(tables)
+    done = sum(table.nbytes for table in tables)
+    progress(done, total)
     for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
         is_int8 = id(joint) in rounded
         if is_int8 or has_kernel():
@@ -232,6 +240,8 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
                 _drop_pages(weight)
                 num_bytes = weight.numel() if is_int8 else weight.nbytes
                 packing = packing.with_layer(weight, num_bytes, is_int8=is_int8)
+                done += weight.nbytes
+            progress(done, total)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear:
@@ -249,6 +259,8 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
             packing = packing.with_layer(
                 child.weight, num_bytes, is_int8=is_int8, is_copy=is_shared
             )
+            done += 0 if is_shared else child.weight.nbytes
+            progress(done, total)
     _own(set(model.parameters()) - tables)
     for buffer in model.buffers():
         buffer.data = buffer.detach().clone()

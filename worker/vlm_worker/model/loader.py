@@ -44,6 +44,13 @@ from vlm_worker.types import Stage
 
 logger = logging.getLogger(__name__)
 
+StartProgress = Callable[[str, int, int], None]
+"""Called with a step of the start, and how much of it is done of how much; 0 and 0 if unknown."""
+
+
+def no_progress(_step: str, _done: int = 0, _total: int = 0) -> None:
+    """Ignore the progress of a start."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -98,6 +105,7 @@ def load_model(
     device: str = "auto",
     packed_weights: bool = True,
     weights: str = "auto",
+    progress: StartProgress = no_progress,
 ) -> LoadedModel:
     """Load the parts of a model that `stages` need.
 
@@ -108,6 +116,7 @@ def load_model(
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit (`linear`).
         weights: `int8`, and on a GPU `int4`, rounds the linear layers in `FamilySpec.int8`.
+        progress: called for each tensor or layer.
 
     Raises:
         ModelConfigError: the directory cannot be served; the message names path and fix.
@@ -121,16 +130,18 @@ def load_model(
     with skip_unused_imports():
         module = importlib.import_module(spec.module)
         imported = time.perf_counter()
-        model = _read_weights(checkpoint, _pruned_class(module, spec, loaded_stages), chosen)
+        model_class = _pruned_class(module, spec, loaded_stages)
+        with _reported(progress):
+            model = _read_weights(checkpoint, model_class, chosen)
     packed_vision = isinstance(checkpoint.family.processor, DynamicProcessor)
     use_paged_attention(model, packed_vision=packed_vision)
     use_patch_projection(model)
     use_kernels(model)
-    model = model.eval().requires_grad_(False).to(target)
+    model = _moved(model.eval().requires_grad_(False), target, progress)
     if gpu.serves(target):
         use_gpu_kernels(model)
     weights_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
-    packing = _pack(model, spec, packed_weights=packed_weights, weights=weights)
+    packing = _pack(model, spec, progress, packed_weights=packed_weights, weights=weights)
     join_vision_blocks(model)
     loaded = LoadedModel(
         model=model,
@@ -197,8 +208,24 @@ def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> An
     return type(model_class.__name__, (model_class,), {"__init__": build, **identity})
 
 
-def _pack(model: Any, spec: FamilySpec, *, packed_weights: bool, weights: str) -> Packing:
+def _moved(model: Any, target: torch.device, progress: StartProgress) -> Any:
+    """Move a model to its device, one module after another; this reads weights that are mapped."""
+    if target.type != "cpu":
+        done, total = 0, sum(parameter.nbytes for parameter in set(model.parameters()))
+        for module in model.modules():
+            if not any(module.children()):
+                waiting = [one for one in module.parameters() if one.device != target]
+                module.to(target)
+                done += sum(parameter.nbytes for parameter in waiting)
+                progress(f"moving weights to {target.type}", done, total)
+    return model.to(target)
+
+
+def _pack(
+    model: Any, spec: FamilySpec, progress: StartProgress, *, packed_weights: bool, weights: str
+) -> Packing:
     """Pack the linear layers for this CPU, and round them if `weights` asks for it."""
+    report = functools.partial(progress, "packing weights")
     parameter = next(model.parameters())
     dtype, device = parameter.dtype, parameter.device
     if weights != "auto" and gpu.serves(device):
@@ -214,8 +241,10 @@ def _pack(model: Any, spec: FamilySpec, *, packed_weights: bool, weights: str) -
                 f"and a C compiler on a GPU; this is {device.type}, "
                 f"{str(dtype).removeprefix('torch.')} and {'auto' if packed_weights else 'off'}"
             )
-        return pack_linears(model, int8=_rounded_parts(model, spec))
-    return pack_linears(model) if packed_weights and can_pack(dtype, device) else Packing()
+        return pack_linears(model, int8=_rounded_parts(model, spec), progress=report)
+    if packed_weights and can_pack(dtype, device):
+        return pack_linears(model, progress=report)
+    return Packing()
 
 
 def _rounded_parts(model: Any, spec: FamilySpec) -> list[nn.Module]:
@@ -228,6 +257,27 @@ def _rounded_parts(model: Any, spec: FamilySpec) -> list[nn.Module]:
     if "head" in spec.int8:
         parts.append(getattr(model, spec.head))
     return parts
+
+
+@contextlib.contextmanager
+def _reported(progress: StartProgress) -> Iterator[None]:
+    """Report the tensors that transformers has read."""
+    from transformers.utils import logging as hf_logging
+
+    def counted(tensors: Any) -> Iterator[Any]:
+        for number, tensor in enumerate(tensors):
+            progress("reading weights", number, len(tensors))
+            yield tensor
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_weights = args and kwargs.get("desc") == "Loading weights"
+        return counted(args[0]) if is_weights else factory(*args, **kwargs)
+
+    before = hf_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        hf_logging.set_tqdm_hook(before)
 
 
 def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) -> Any:

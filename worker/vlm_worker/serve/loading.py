@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,38 @@ Progress = Callable[[str], None]
 """Called with the step that is in progress."""
 
 CHECKSUM_BLOCKS = 4097
+REPORT_SECONDS = 1.0
+
+
+class StepReports:
+    """Describes the steps of a start. A step of a known size has its share once a second.
+
+    Args:
+        progress: receives the text.
+        clock: seconds.
+    """
+
+    def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
+        self._progress = progress
+        self._clock = clock
+        self._step = ""
+        self._began = self._next = 0.0
+
+    def report(self, step: str, done: int, total: int) -> None:
+        """Report that `done` of `total` is done of a step; a `total` of 0 is unknown."""
+        now = self._clock()
+        if step != self._step:
+            self._step, self._began, self._next = step, now, now + REPORT_SECONDS
+            if total <= 0:
+                self._progress(step)
+        if total <= 0 or now < self._next:
+            return
+        self._next = now + REPORT_SECONDS
+        text = f"{step}: {100 * done // total} %"
+        seconds = now - self._began
+        if done and seconds:
+            text += f", {seconds * (total - done) / done:.0f} s left"
+        self._progress(text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +97,7 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
     progress("loading weights")
     if settings.runner == "checksum":
         return _load_checksum(settings, family)
-    return _load_model(settings, family, model_dir)
+    return _load_model(settings, family, model_dir, progress)
 
 
 def _load_checksum(settings: WorkerSettings, family: Family) -> Loaded:
@@ -77,7 +110,9 @@ def _load_checksum(settings: WorkerSettings, family: Family) -> Loaded:
     return Loaded(runner, family, plain_positions, (), settings.max_model_len, facts)
 
 
-def _load_model(settings: WorkerSettings, family: Family, model_dir: Path) -> Loaded:
+def _load_model(
+    settings: WorkerSettings, family: Family, model_dir: Path, progress: Progress
+) -> Loaded:
     from vlm_kernels.cpu import native
     from vlm_worker.model.build import RunnerSettings, build_runner
     from vlm_worker.model.cgroup import available_memory_bytes, memory_limit_bytes
@@ -91,7 +126,8 @@ def _load_model(settings: WorkerSettings, family: Family, model_dir: Path) -> Lo
             max_graph_seqs=settings.max_requests,
             max_model_len=settings.max_model_len,
             **values_of(settings.compute),
-        )
+        ),
+        StepReports(progress).report,
     )
     return Loaded(
         runner,

@@ -11,7 +11,7 @@ proxy.py       a reverse proxy with such faults, in front of a real API server
 """
 
 from support.fakes.cluster import Clock, FakeCluster
-from support.fakes.controllers import FakeScraper, run_controllers, sample_of, start_pods
+from support.fakes.controllers import FakeScraper, Saying, run_controllers, sample_of, start_pods
 from support.fakes.dying import Deaths, Died, DyingCluster, WatchedWrites
 from support.fakes.watchable import WatchableCluster
 
@@ -22,6 +22,7 @@ __all__ = [
     "DyingCluster",
     "FakeCluster",
     "FakeScraper",
+    "Saying",
     "WatchableCluster",
     "WatchedWrites",
     "run_controllers",

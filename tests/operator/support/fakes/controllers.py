@@ -211,3 +211,20 @@ class FakeScraper:
             for pod in pods
             if pod.containers_ready and pod.name not in self.silent
         }
+
+
+class Saying(FakeScraper):
+    """Pods of one role say that they fail."""
+
+    def __init__(self, role: str, **said: Any) -> None:
+        super().__init__()
+        self.role, self.said = role, said
+
+    async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
+        asked = list(pods)
+        found = await super().scrape(asked)
+        changed = {pod.uid for pod in asked if pod.role == self.role}
+        return {
+            uid: dataclasses.replace(sample, **self.said) if uid in changed else sample
+            for uid, sample in found.items()
+        }
