@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import uuid
 from collections.abc import AsyncIterator
 
@@ -146,6 +147,15 @@ async def test_items_of_a_list_say_what_they_are(real: kube.KubeCluster):
     found = await real.list(CONFIG_MAP, "kube-system")
     assert found
     assert {(item["apiVersion"], item["kind"]) for item in found} == {("v1", "ConfigMap")}
+
+
+def test_answers_share_their_strings():
+    text = '{"metadata": {"labels": {"app": "%s"}}, "args": ["--x=1", "--y"], "n": [1, {"": 2}]}'
+    one, two = kube.parsed(text % "vlm-worker"), kube.parsed((text % "vlm-worker").encode())
+    assert one == two == json.loads(text % "vlm-worker")
+    assert one["metadata"]["labels"]["app"] is two["metadata"]["labels"]["app"]
+    assert all(one is two for one, two in zip(one["args"], two["args"], strict=True))
+    assert all(one is two for one, two in zip(one["metadata"], two["metadata"], strict=True))
 
 
 async def test_a_missing_kubeconfig_says_which_was_tried():

@@ -36,6 +36,7 @@ NODES = NodeType("played", cpu="100k", memory="100Ti", status_only=True)
 EVENT_SECONDS = 0.1  # between two events of the row
 SETTLE_SECONDS = 3.0  # without a write before anything is measured
 AT_ONCE = 16  # requests of ours
+CREATE_SECONDS = 6.0  # per service at most, on a machine that does other work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +140,8 @@ class RunningServices:
             found = (await self._api.get(SERVICES))["items"]
             return sum(_is_ready(item) for item in found) == self._load.services
 
-        await until(all_ready, seconds=600, awaited="every service to be Ready", every=0.5)
+        seconds = max(600.0, CREATE_SECONDS * self._load.services)
+        await until(all_ready, seconds=seconds, awaited="every service to be Ready", every=2.0)
         return time.monotonic() - began
 
     async def _settled(self) -> None:
@@ -175,11 +177,17 @@ class RunningServices:
         marks = dict(zip(self._names, await asyncio.gather(*row), strict=True))
         took: dict[str, float] = {}
 
-        async def all_answered() -> bool:
+        async def silent() -> list[str]:
             took.update(self._answers(marks))
-            return len(took) == len(marks)
+            return [mark for name, mark in marks.items() if name not in took]
 
-        await until(all_answered, seconds=60, awaited="an answer to every event", every=0.2)
+        async def all_answered() -> bool:
+            return not await silent()
+
+        try:
+            await until(all_answered, seconds=120, awaited="an answer to every event", every=0.5)
+        except TimeoutError as error:
+            raise TimeoutError(f"no write answers {await silent()}") from error
         return sorted(took.values())
 
     async def _change(self, name: str) -> str:
