@@ -16,8 +16,11 @@ class Authority:
         self._num_issued = 0
         _request("-subj", "/CN=ca", "-keyout", self._key, "-out", self.certificate)
 
-    def pair(self, role: str, *, service: str = "s", namespace: str = "n") -> Path:
-        """A directory with `tls.crt`, `tls.key` and `ca.crt` of one identity."""
+    def pair(self, role: str, *, service: str = "s", namespace: str = "n", days: int = 2) -> Path:
+        """A directory with `tls.crt`, `tls.key` and `ca.crt` of one identity.
+
+        With `days=-1`, the certificate expired a day ago.
+        """
         self._num_issued += 1
         directory = self.folder / f"pair-{self._num_issued}"
         directory.mkdir()
@@ -27,7 +30,7 @@ class Authority:
             "-subj", "/O=triptych", "-CA", self.certificate, "-CAkey", self._key,
             "-addext", f"subjectAltName=URI:{uri},DNS:{name}",
             "-addext", "extendedKeyUsage=serverAuth,clientAuth",
-            "-addext", "basicConstraints=critical,CA:FALSE",
+            "-addext", "basicConstraints=critical,CA:FALSE", "-days", str(days),
             "-keyout", directory / "tls.key", "-out", directory / "tls.crt",
         )  # fmt: skip
         (directory / "ca.crt").write_bytes(self.certificate.read_bytes())

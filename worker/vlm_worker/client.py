@@ -87,6 +87,11 @@ class WorkerClient:
             await self._channel.close()
 
     @property
+    def peer(self) -> ServiceIdentity | None:
+        """The identity in the worker's certificate; None without mutual TLS."""
+        return self._peer
+
+    @property
     def certified_role(self) -> Role | None:
         """The role in the worker's certificate; None without mutual TLS."""
         return self._peer.role if self._peer else None

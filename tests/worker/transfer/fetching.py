@@ -18,6 +18,8 @@ from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThread
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frames import Commit, Frame, FrameBatches, FrameWriter, TransferId
+from vlm_worker.wire.identity import ServiceIdentity
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.messages import FetchCall
 
 SECONDS = 60.0
@@ -83,10 +85,14 @@ async def is_set(event: asyncio.Event, *, seconds: float) -> bool:
 
 @contextlib.asynccontextmanager
 async def listening(
-    serve: Callable[[Fetch, FetchCall], FrameBatches], *, port: int = 0, timers: Timers = PATIENT
+    serve: Callable[[Fetch, FetchCall], FrameBatches],
+    *,
+    port: int = 0,
+    timers: Timers = PATIENT,
+    identity: IdentityStore | None = None,
 ) -> AsyncIterator[tuple[DataPort, int]]:
     """A data port, and where it is."""
-    served = DataPort(serve, timers)
+    served = DataPort(serve, timers, identity=identity)
     try:
         yield served, served.open("127.0.0.1", port)
     finally:
@@ -94,11 +100,17 @@ async def listening(
 
 
 @contextlib.asynccontextmanager
-async def linked(port: int, *, timers: Timers = PATIENT) -> AsyncIterator[DataConnectionPool]:
+async def linked(
+    port: int,
+    *,
+    timers: Timers = PATIENT,
+    identity: IdentityStore | None = None,
+    peer: ServiceIdentity | None = None,
+) -> AsyncIterator[DataConnectionPool]:
     """A link to a data port."""
     threads = FetchThreads()
-    link = DataConnectionPool("127.0.0.1:1", threads, timers)
-    link.learn(port)
+    link = DataConnectionPool("127.0.0.1:1", threads, timers, identity=identity)
+    link.learn(port, peer)
     try:
         yield link
     finally:

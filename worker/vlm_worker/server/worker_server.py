@@ -63,7 +63,9 @@ class WorkerServer:
                 settings.identity, settings.role, ratio=settings.trace_ratio
             )
         self._supervisor = Supervisor(self._fail)
-        self._data = DataPort(self._service.fetch, settings.timers, self._supervisor)
+        self._data = DataPort(
+            self._service.fetch, settings.timers, self._supervisor, identity=self.identity
+        )
         self._health = _Health(self._service)
         self._failed = asyncio.Event()
         self._http = HttpServer(
@@ -100,9 +102,8 @@ class WorkerServer:
         self.grpc_port = add_port(
             self._grpc, settings.bind, settings.grpc_port, identity=self.identity
         )
-        if self.identity is None:  # data connections are plaintext: with TLS, fetches use gRPC
-            self.data_port = self._data.open(settings.bind, settings.data_port)
-            self._service.data_port = settings.announced_data_port or self.data_port
+        self.data_port = self._data.open(settings.bind, settings.data_port)
+        self._service.data_port = settings.announced_data_port or self.data_port
         await self._set_health(serving=False)
         await self._grpc.start()
 

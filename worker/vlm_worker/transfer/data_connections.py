@@ -4,8 +4,9 @@
     no answer ─▶ UnreachableError ─▶ not usable for a while; the fetch uses gRPC
 
 A connection is reused after a complete fetch. Any other is closed, which tells the producer that
-the consumer no longer reads. A few rows in shared memory are copied on the event loop, once their
-frames have arrived: two thread wakeups would cost as much.
+the consumer no longer reads. With mutual TLS, the producer must have the identity that it has on
+its gRPC port, and a connection is not reused after a new certificate. A few rows in shared memory
+are copied on the event loop, once their frames have arrived: two thread wakeups would cost as much.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from vlm_worker.wire.data_protocol import (
     is_readable,
     receive_units,
     request_to,
+    send_request,
     shut_down,
     wait_for_answer,
 )
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Units
+from vlm_worker.wire.identity import ServiceIdentity
+from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.messages import FetchCall
+from vlm_worker.wire.secure_connection import DataConnection, SecureConnection
 from vlm_worker.wire.sockets import open_data_connection
 
 MAX_FETCHES: Final = 64
@@ -64,16 +69,28 @@ class FetchThreads:
 
 
 class DataConnectionPool:
-    """Data connections to one worker, on one event loop. Call `learn` with its port first."""
+    """Data connections to one worker, on one event loop. Call `learn` with its port first.
 
-    def __init__(self, address: str, threads: FetchThreads, timers: Timers) -> None:
+    With `identity`, all connections use mutual TLS, and `learn` must tell whom to expect.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        threads: FetchThreads,
+        timers: Timers,
+        *,
+        identity: IdentityStore | None = None,
+    ) -> None:
+        self._identity = identity
+        self._peer: ServiceIdentity | None = None
         self._port: int | None = None
         self._address = address
         self._host = address.rpartition(":")[0].strip("[]")
         self._threads = threads
         self._timers = timers
-        self._idle: list[socket.socket] = []
-        self._busy: set[socket.socket] = set()
+        self._idle: list[DataConnection] = []
+        self._busy: set[DataConnection] = set()
         self._unreachable_until = 0.0
         self._closed = False
 
@@ -81,15 +98,16 @@ class DataConnectionPool:
     def is_usable(self) -> bool:
         return (
             self._port is not None
+            and (self._identity is None or self._peer is not None)
             and not self._closed
             and self._threads.num_busy < MAX_FETCHES
             and time.monotonic() >= self._unreachable_until
         )
 
-    def learn(self, port: int | None) -> None:
-        """Set the worker's data port; None if it has none."""
-        if port != self._port:
-            self._port, self._unreachable_until = port, 0.0
+    def learn(self, port: int | None, peer: ServiceIdentity | None = None) -> None:
+        """Set the worker's data port; None if it has none. `peer` is its identity on gRPC."""
+        if (port, peer) != (self._port, self._peer):
+            self._port, self._peer, self._unreachable_until = port, peer, 0.0
 
     async def units(
         self, fetch: Fetch, call: FetchCall, reader: FrameReader
@@ -120,7 +138,8 @@ class DataConnectionPool:
             reader.close()
             self._busy.discard(connection)
             self._threads.num_busy -= 1
-            if has_ended and not self._closed and len(self._idle) < MAX_IDLE:
+            is_reusable = has_ended and not self._closed and self._may_serve_another(connection)
+            if is_reusable and len(self._idle) < MAX_IDLE:
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -133,8 +152,17 @@ class DataConnectionPool:
         for connection in self._busy:
             shut_down(connection)
 
+    def _may_serve_another(self, connection: DataConnection) -> bool:
+        if self._identity is None:
+            return True
+        return (
+            isinstance(connection, SecureConnection)
+            and connection.peer == self._peer
+            and connection.may_serve_another(self._identity.now.generation)
+        )
+
     async def _by_thread(
-        self, connection: socket.socket, reader: FrameReader
+        self, connection: DataConnection, reader: FrameReader
     ) -> AsyncGenerator[Units]:
         """Units that a thread receives; the thread has ended when the iteration ends."""
         assembler = reader.assembler
@@ -170,17 +198,26 @@ class DataConnectionPool:
                 channel.give_up()
             await running.end()  # before the connection is reused or closed
 
-    async def _send(self, request: bytes) -> socket.socket:
+    async def _send(self, request: bytes) -> DataConnection:
         """Send the request on an idle connection that is open, or on a new one; returns it."""
         while self._idle:
             connection = self._idle.pop()
-            if _is_open(connection) and _send_request(connection, request):
+            if (
+                self._may_serve_another(connection)
+                and _is_open(connection)
+                and send_request(connection, request)
+            ):
                 return connection
             connection.close()
+        secured = None
+        if self._identity is not None:
+            assert self._peer is not None, "is_usable was checked"
+            secured = self._identity.now, self._peer
         try:
-            async with asyncio.timeout(self._timers.connect):
-                connection = await open_data_connection(self._host, self._port or 0, self._timers)
-            if _send_request(connection, request):
+            connection = await open_data_connection(
+                self._host, self._port or 0, self._timers, secured
+            )
+            if send_request(connection, request):
                 return connection
             connection.close()
             raise ConnectionResetError("it was closed at once")
@@ -210,7 +247,7 @@ def _may_be_short(call: FetchCall, reader: FrameReader) -> bool:
     )
 
 
-async def _is_readable_soon(connection: socket.socket) -> bool:
+async def _is_readable_soon(connection: DataConnection) -> bool:
     """Whether a whole short answer arrives within `AT_ONCE_SECONDS`."""
     loop = asyncio.get_running_loop()
     answered = asyncio.Event()
@@ -224,16 +261,8 @@ async def _is_readable_soon(connection: socket.socket) -> bool:
     return is_readable(connection)
 
 
-def _send_request(connection: socket.socket, request: bytes) -> bool:
-    """Send a request without blocking: the buffer of an idle connection holds it."""
-    try:
-        return connection.send(request, socket.MSG_DONTWAIT) == len(request)
-    except OSError:
-        return False
-
-
 def _receive_all(
-    connection: socket.socket, reader: FrameReader, peer: str, channel: ReceiveChannel | None
+    connection: DataConnection, reader: FrameReader, peer: str, channel: ReceiveChannel | None
 ) -> None:
     """Receive an answer until its commit, on a thread; units go to the channel, if given."""
     try:
@@ -249,7 +278,7 @@ def _receive_all(
             channel.end()
 
 
-def _is_open(connection: socket.socket) -> bool:
+def _is_open(connection: DataConnection) -> bool:
     """Whether an idle connection is still open and has no unread bytes."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)

@@ -55,7 +55,7 @@ class Peer:
         self.client = WorkerClient(address, timers=timers, identity=identity)
         self.held: Counter[tuple[bytes, str]] = Counter()
         self.renewing: asyncio.Task[None] | None = None
-        self._data = DataConnectionPool(address, threads, timers)
+        self._data = DataConnectionPool(address, threads, timers, identity=identity)
         self._sources = sources
         self._met: bytes | None = None
         self._meeting = asyncio.Lock()
@@ -145,7 +145,7 @@ class Peer:
         async with aclosing(over_grpc) as received:
             async for units in received:
                 yield units
-        self._data.learn(self.client.data_port)
+        self._data.learn(self.client.data_port, self.client.peer)
 
 
 class Peers:

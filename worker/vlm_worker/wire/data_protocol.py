@@ -6,7 +6,8 @@
 
 gRPC in Python copies each message three times in its consumer and once in its producer
 (docs/decisions/0023). Here a payload goes from the producer's buffer directly to its destination.
-Sockets block, with timeouts: call functions that take a socket on their own thread.
+Connections block, with timeouts: call functions that take one on their own thread. With mutual TLS
+(docs/decisions/0033) they are `SecureConnection`s, and all bytes above are inside TLS records.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import HEADER, HEADER_BYTES, Frame, FrameKind, Header, Units
 from vlm_worker.wire.messages import FETCH_CALL, FetchCall
+from vlm_worker.wire.secure_connection import DataConnection, SecureConnection, raw_of
 from vlm_worker.wire.status import error_of, status_of
 
 LENGTH: Final = struct.Struct("<I")
@@ -73,7 +75,7 @@ def request_of(data: bytes) -> tuple[Fetch, FetchCall]:
     raise InvalidRequestError("a data request names neither `embedding` nor `kv`")
 
 
-def send_batch(connection: socket.socket, batch: Iterable[Frame]) -> None:
+def send_batch(connection: DataConnection, batch: Iterable[Frame]) -> None:
     """Send all frames of a batch.
 
     Raises:
@@ -85,20 +87,33 @@ def send_batch(connection: socket.socket, batch: Iterable[Frame]) -> None:
         _send(connection, record + head, payload)
 
 
-def send_nonblocking(connection: socket.socket, batch: Sequence[Frame]) -> bytes:
-    """Send what fits the socket buffer; returns the rest. Raises OSError; never blocks."""
+def send_nonblocking(connection: DataConnection, batch: Sequence[Frame]) -> bytes:
+    """Send what fits the socket buffer; returns the rest, for `send_rest`.
+
+    Raises OSError; never blocks.
+    """
     data = b"".join(
         part
         for head, payload in batch
         for part in (RECORD.pack(_Record.FRAME, len(head) + payload.nbytes), head, payload)
     )
+    return _send_now(connection, data)
+
+
+def send_rest(connection: DataConnection, rest: bytes) -> None:
+    """Send what `send_nonblocking` returned. Raises OSError as `send_batch`."""
+    raw_of(connection).sendall(rest)
+
+
+def send_request(connection: DataConnection, request: bytes) -> bool:
+    """Send a request without blocking: the buffer of an idle connection holds it."""
     try:
-        return data[connection.send(data, socket.MSG_DONTWAIT) :]
-    except BlockingIOError:
-        return data
+        return not _send_now(connection, request)
+    except OSError:
+        return False
 
 
-def send_failure(connection: socket.socket, error: Exception) -> None:
+def send_failure(connection: DataConnection, error: Exception) -> None:
     """End a fetch without commit. Raises OSError as `send_batch`."""
     code, message, metadata = status_of(error)
     failure = pb.DataFailure(code=code.value[0], message=message)
@@ -108,7 +123,7 @@ def send_failure(connection: socket.socket, error: Exception) -> None:
     _send(connection, RECORD.pack(_Record.FAILURE, len(data)), memoryview(data))
 
 
-def receive_units(connection: socket.socket, reader: FrameReader, peer: str) -> Units | None:
+def receive_units(connection: DataConnection, reader: FrameReader, peer: str) -> Units | None:
     """Receive the next units of a fetch; None after its commit.
 
     Raises:
@@ -142,7 +157,7 @@ def receive_units(connection: socket.socket, reader: FrameReader, peer: str) -> 
     return None
 
 
-def is_readable(connection: socket.socket) -> bool:
+def is_readable(connection: DataConnection) -> bool:
     """Whether a whole answer, commit included, can be received without blocking.
 
     True only for short answers with out-of-band payloads. Nothing is consumed.
@@ -163,12 +178,12 @@ def is_readable(connection: socket.socket) -> bool:
     return False
 
 
-def wait_for_answer(connection: socket.socket, *, peer: str) -> None:
+def wait_for_answer(connection: DataConnection, *, peer: str) -> None:
     """Block until the first byte. Raises as `receive_units`."""
     _receive(connection, memoryview(bytearray(1)), peer=peer, flags=socket.MSG_PEEK)
 
 
-def shut_down(connection: socket.socket) -> None:
+def shut_down(connection: DataConnection) -> None:
     """Wake the thread that blocks on the connection."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -187,7 +202,17 @@ def _failure_of(data: bytes, *, peer: str) -> Exception:
     return error_of(code, failure.message, metadata, peer=peer)
 
 
-def _send(connection: socket.socket, head: bytes, payload: memoryview) -> None:
+def _send_now(connection: DataConnection, data: bytes) -> bytes:
+    """Send what fits the socket buffer; returns the rest, encrypted if the connection is."""
+    if isinstance(connection, SecureConnection):
+        data = connection.encrypt(data)
+    try:
+        return data[raw_of(connection).send(data, socket.MSG_DONTWAIT) :]
+    except BlockingIOError:
+        return data
+
+
+def _send(connection: DataConnection, head: bytes, payload: memoryview) -> None:
     sent = connection.sendmsg((head, payload))
     if sent < len(head):
         connection.sendall(head[sent:])
@@ -195,7 +220,7 @@ def _send(connection: socket.socket, head: bytes, payload: memoryview) -> None:
 
 
 def _receive(
-    connection: socket.socket,
+    connection: DataConnection,
     buffer: memoryview,
     *,
     peer: str,

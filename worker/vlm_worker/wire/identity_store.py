@@ -28,6 +28,8 @@ from vlm_worker.wire.identity import Certificate, IdentityError, ServiceIdentity
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 2.0
+DATA_PROTOCOL: Final = "triptych-data/1"
+"""The ALPN name of data connections: a port of gRPC is never taken for a data port."""
 FILES: Final = ("ca.crt", "tls.crt", "tls.key")
 MAX_HANDSHAKE_STEPS: Final = 10
 _NO_CHECK_TIME: Final = 0x200000
@@ -51,6 +53,8 @@ class Credentials:
     files: Files
     certificate: Certificate
     client: ssl.SSLContext
+    data_client: ssl.SSLContext
+    data_server: ssl.SSLContext
 
     @property
     def identity(self) -> ServiceIdentity:
@@ -113,13 +117,18 @@ class IdentityStore:
             self.reload()
 
     def _load(self, files: Files, *, generation: int) -> Credentials:
-        certificate, client = _examine(self._directory, files)
+        certificate = _examine(self._directory, files)
+        contexts = [
+            client_context(self._directory, files),
+            _context(ssl.PROTOCOL_TLS_CLIENT, self._directory, files, DATA_PROTOCOL),
+            _context(ssl.PROTOCOL_TLS_SERVER, self._directory, files, DATA_PROTOCOL),
+        ]
         if problem := certificate.problem(role=self._role, now=self._clock()):
             raise IdentityError(problem)
         if read_files(self._directory) != files:
             raise IdentityError("the files changed while they were read: they are read again")
         self._seen = files
-        return Credentials(generation, files, certificate, client)
+        return Credentials(generation, files, certificate, *contexts)
 
 
 IDENTITY_METRICS: Final[tuple[Metric[IdentityStore], ...]] = (
@@ -148,12 +157,16 @@ def client_context(directory: Path, files: Files) -> ssl.SSLContext:
     return _context(ssl.PROTOCOL_TLS_CLIENT, directory, files)
 
 
-def _context(protocol: int, directory: Path, files: Files) -> ssl.SSLContext:
+def _context(
+    protocol: int, directory: Path, files: Files, application: str = "h2"
+) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([application])
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # each connection does a whole handshake, so each peer is checked
     try:
         context.load_verify_locations(cadata=files.ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
@@ -167,9 +180,8 @@ def _context(protocol: int, directory: Path, files: Files) -> ssl.SSLContext:
     return context
 
 
-def _examine(directory: Path, files: Files) -> tuple[Certificate, ssl.SSLContext]:
-    """Do a handshake with itself in memory; returns the certificate and the client's context."""
-    client = client_context(directory, files)
+def _examine(directory: Path, files: Files) -> Certificate:
+    """Do a handshake with itself in memory; returns the certificate."""
     contexts = [
         client_context(directory, files),
         _context(ssl.PROTOCOL_TLS_SERVER, directory, files),
@@ -185,4 +197,4 @@ def _examine(directory: Path, files: Files) -> tuple[Certificate, ssl.SSLContext
                     end.do_handshake()
     except ssl.SSLError as error:
         raise IdentityError(f"tls.crt is not accepted by its own ca.crt: {error}") from None
-    return Certificate.of_peer(ends[0].getpeercert()), client
+    return Certificate.of_peer(ends[0].getpeercert())

@@ -3,9 +3,9 @@
 --bind=::       IPv4 and IPv6 through one socket; IPv4 alone if the kernel has no IPv6
 other values    that address and no other
 
-With `--identity-dir`, gRPC uses mutual TLS and fetches use gRPC: no data port is opened. Without
-it, all connections are plaintext, and a process that opens a port logs a `WARNING`: the digest of a
-frame does not authenticate.
+With `--identity-dir`, gRPC and data connections use mutual TLS. Without it, all connections are
+plaintext, and a process that opens a port logs a `WARNING`: the digest of a frame does not
+authenticate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vlm_worker.settings.timers import Timers
 from vlm_worker.wire.identity import Certificate, IdentityError, ServiceIdentity
 from vlm_worker.wire.identity_store import Credentials, IdentityStore
 from vlm_worker.wire.rpc import channel_options
+from vlm_worker.wire.secure_connection import DataConnection, secure
 
 WARNING = (
     "gRPC and data between pods are plaintext and unauthenticated: keep them inside a NetworkPolicy"
@@ -116,17 +117,57 @@ def open_data_port(address: str, port: int) -> socket.socket:
     return listener
 
 
-async def open_data_connection(host: str, port: int, timers: Timers) -> socket.socket:
-    """A data connection to a worker, as a blocking socket. Raises OSError."""
+async def open_data_connection(
+    host: str,
+    port: int,
+    timers: Timers,
+    secured: tuple[Credentials, ServiceIdentity] | None = None,
+) -> DataConnection:
+    """A blocking data connection to a worker.
+
+    `secured` is the pair for mutual TLS and the only identity that the worker may have; None is
+    plaintext.
+
+    Raises:
+        OSError: it cannot be reached in time, or its certificate is another one.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
+    raw = socket.socket(family, socket.SOCK_STREAM)
+    connection: DataConnection = raw
     try:
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, (host, port))
-        return data_connection(connection, receive_seconds=timers.no_progress)
+        raw.setblocking(False)
+        async with asyncio.timeout(timers.connect):
+            await asyncio.get_running_loop().sock_connect(raw, (host, port))
+        if secured is not None:
+            credentials, expected = secured
+            async with asyncio.timeout(timers.hello):
+                connection = await secure(raw, credentials, server_side=False)
+            if connection.peer != expected:
+                raise PermissionError(f"it is {connection.peer.uri}, not {expected.uri}")
+        data_connection(raw, receive_seconds=timers.no_progress)
     except BaseException:
-        connection.close()
+        raw.close()
         raise
+    return connection
+
+
+async def accept_data_connection(
+    raw: socket.socket, timers: Timers, identity: IdentityStore | None, *, send_seconds: float
+) -> DataConnection:
+    """Configure an accepted socket, after the handshake if there is an `identity`.
+
+    Raises:
+        OSError: the handshake failed, or it was not complete in time.
+    """
+    connection: DataConnection = raw
+    if identity is not None:
+        try:
+            async with asyncio.timeout(timers.hello):
+                connection = await secure(raw, identity.now, server_side=True)
+        except TimeoutError:
+            raise PermissionError(f"no handshake within {timers.hello:g} s") from None
+    data_connection(raw, send_seconds=send_seconds)
+    return connection
 
 
 def data_connection(
