@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 
 class Authority:
@@ -16,11 +20,8 @@ class Authority:
         self._num_issued = 0
         _request("-subj", "/CN=ca", "-keyout", self._key, "-out", self.certificate)
 
-    def pair(self, role: str, *, service: str = "s", namespace: str = "n", days: int = 2) -> Path:
-        """A directory with `tls.crt`, `tls.key` and `ca.crt` of one identity.
-
-        With `days=-1`, the certificate expired a day ago.
-        """
+    def pair(self, role: str, *, service: str = "s", namespace: str = "n") -> Path:
+        """A directory with `tls.crt`, `tls.key` and `ca.crt` of one identity."""
         self._num_issued += 1
         directory = self.folder / f"pair-{self._num_issued}"
         directory.mkdir()
@@ -30,10 +31,29 @@ class Authority:
             "-subj", "/O=triptych", "-CA", self.certificate, "-CAkey", self._key,
             "-addext", f"subjectAltName=URI:{uri},DNS:{name}",
             "-addext", "extendedKeyUsage=serverAuth,clientAuth",
-            "-addext", "basicConstraints=critical,CA:FALSE", "-days", str(days),
+            "-addext", "basicConstraints=critical,CA:FALSE",
             "-keyout", directory / "tls.key", "-out", directory / "tls.crt",
         )  # fmt: skip
         (directory / "ca.crt").write_bytes(self.certificate.read_bytes())
+        return directory
+
+    def expired(self, role: str) -> Path:
+        """As `pair`; its certificate expired an hour ago."""
+        directory = self.pair(role)
+        file = directory / "tls.crt"
+        valid = x509.load_pem_x509_certificate(file.read_bytes())
+        now = datetime.datetime.now(datetime.UTC)
+        old = (
+            x509.CertificateBuilder(valid.issuer, valid.subject, valid.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=2))
+            .not_valid_after(now - datetime.timedelta(hours=1))
+        )
+        for extension in valid.extensions:
+            old = old.add_extension(extension.value, extension.critical)
+        key = serialization.load_pem_private_key(self._key.read_bytes(), None)
+        signed = old.sign(key, hashes.SHA256())  # type: ignore[arg-type]
+        file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         return directory
 
 

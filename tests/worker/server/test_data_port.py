@@ -130,8 +130,10 @@ async def test_a_port_that_closes_during_an_accept_closes_that_connection_too() 
     with socket.create_connection(("127.0.0.1", number)) as theirs:
         while not port._tasks:  # noqa: ASYNC110  the very turn in which it is accepted
             await asyncio.sleep(0)
-        assert not port.num_connections
+        assert port.num_connections == 1
+        assert not port._idle, "its task has not started"
         await port.close()
+        assert port.num_connections == 0
         theirs.settimeout(SECONDS)
         assert theirs.recv(1) == b""
 

@@ -129,31 +129,34 @@ class DataPort:
     def _begin(self, connection: socket.socket) -> None:
         """Serve a connection. It is closed even if its task is cancelled before it starts."""
         task = asyncio.create_task(self._serve_consumer(connection))
+        self.num_connections += 1  # several may be accepted before the first task starts
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: connection.close())
+        if self._identity is not None:
+            self._unproven[connection] = task
+
+        def end(_: asyncio.Task[None]) -> None:
+            connection.close()
+            self.num_connections -= 1
+            self._tasks.discard(task)
+            self._unproven.pop(connection, None)
+
+        task.add_done_callback(end)
 
     async def _serve_consumer(self, accepted: socket.socket) -> None:
         """Serve one consumer until it disconnects, is idle too long or violates the protocol."""
-        self.num_connections += 1
         task = asyncio.current_task()
         assert task is not None
         try:
-            connection = await self._admit(accepted, task)
+            connection = await self._admit(accepted)
             if connection is not None:
                 await self._answer_all(connection, task)
         except TimeoutError:
             logger.debug("idle data connection closed")
         except (OSError, InvalidRequestError) as error:
             logger.info("data connection ended", extra={"error": str(error)})
-        finally:
-            self.num_connections -= 1
 
-    async def _admit(
-        self, accepted: socket.socket, task: asyncio.Task[None]
-    ) -> DataConnection | None:
+    async def _admit(self, accepted: socket.socket) -> DataConnection | None:
         """A connection whose peer may fetch; None if it may not. Only the log says why."""
-        self._unproven[accepted] = task
         try:
             connection = await accept_data_connection(
                 accepted, self._timers, self._identity, send_seconds=self._send_seconds
