@@ -163,6 +163,13 @@ GOALS = (
         0.85,
     ),
     Goal(
+        "KV between pods with mutual TLS / without",
+        "transfer",
+        of("transfer", "stream, TLS / stream", "ratio", what="kv"),
+        0.90,
+        1.0,
+    ),
+    Goal(
         "KV within a pod / memcpy",
         "transfer",
         of("transfer", SHARED, "ratio", what="kv"),

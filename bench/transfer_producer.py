@@ -27,11 +27,13 @@ from vlm_worker.settings.timers import PRODUCTION  # noqa: E402
 from vlm_worker.transfer.producer import Producer  # noqa: E402
 from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
 from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
-from vlm_worker.types import RequestKey  # noqa: E402
+from vlm_worker.types import RequestKey, Role  # noqa: E402
 from vlm_worker.wire.buffers import Copier, HostRegions, LiveRegions  # noqa: E402
 from vlm_worker.wire.frames import Commit, FrameBatches, TransferId, join_frames  # noqa: E402
+from vlm_worker.wire.identity_store import IdentityStore  # noqa: E402
 from vlm_worker.wire.messages import FETCH_CALL, FetchCall  # noqa: E402
 from vlm_worker.wire.rpc import METHODS, server_options  # noqa: E402
+from vlm_worker.wire.sockets import add_port  # noqa: E402
 
 SHARED = Path("/dev/shm")
 CAPACITY = 1 << 30
@@ -75,8 +77,12 @@ def shared_memory() -> SharedMemory:
     )
 
 
-async def produce() -> None:
-    """Serve data connections and raw TCP until standard input ends; first print the ports."""
+async def produce(directory: Path) -> None:
+    """Serve data connections and raw TCP until standard input ends; first print the ports.
+
+    `directory` has the identity for those with mutual TLS.
+    """
+    identity = IdentityStore(directory, Role.PREFILL)
     pools = {name: filled(load) for name, load in LOADS.items()}
     shared = shared_memory()
     copier = Copier(native.path())
@@ -124,9 +130,12 @@ async def produce() -> None:
 
     data = DataPort(lambda _, call: offered(call, large=True), PRODUCTION)
     port = data.open("127.0.0.1", 0)
+    secure_data = DataPort(lambda _, call: offered(call, large=True), PRODUCTION, identity=identity)
+    secure_port = secure_data.open("127.0.0.1", 0)
     server = grpc.aio.server(options=server_options(PRODUCTION))
     server.add_generic_rpc_handlers((over_grpc(lambda call: offered(call, large=False)),))
     grpc_port = server.add_insecure_port("127.0.0.1:0")
+    secure_grpc_port = add_port(server, "127.0.0.1", 0, identity=identity)
     await server.start()
     listener = socket.create_server(("127.0.0.1", 0))
     loop = asyncio.get_running_loop()
@@ -135,12 +144,14 @@ async def produce() -> None:
         asyncio.run_coroutine_threadsafe(prebuild_frames(name, way), loop).result()
 
     threading.Thread(target=send_raw, args=(listener, pools, make_now), daemon=True).start()
-    print(json.dumps([grpc_port, port, listener.getsockname()[1]]), flush=True)
+    ports = grpc_port, port, listener.getsockname()[1], secure_grpc_port, secure_port
+    print(json.dumps(ports), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     released.close()
     makers.shutdown()
     shared.close()
     await data.close()
+    await secure_data.close()
     await server.stop(None)
 
 
@@ -177,4 +188,4 @@ def send_raw(
 
 if __name__ == "__main__":
     set_malloc_thresholds({})  # as vlm-worker does
-    asyncio.run(produce())
+    asyncio.run(produce(Path(sys.argv[1])))

@@ -37,7 +37,7 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=33_400, single_importers=38, short_files=16),
+    "worker": Count(lines=33_850, single_importers=38, short_files=16),
     "operator": Count(lines=38_750, single_importers=47, short_files=32),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
