@@ -1,5 +1,6 @@
 """The documentation names what exists: links, files, constants."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from vlm_operator.api.policy import Autoscaling, Slo
 from vlm_operator.api.scaling import ScaleDown, ScaleToZero, ScaleUp, Targets
+from vlm_operator.autoscale.constants import CONSTANTS
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("docs", "examples", "bench", "helm", "kernels")
@@ -100,6 +102,16 @@ def test_the_autoscaling_page_has_every_constant_of_a_manifest_and_its_default()
         assert [row for row in rows if f"{name}`" in row and f" {default}" in row.split("|")[2]], (
             name
         )
+
+
+def test_the_autoscaling_page_has_each_constant_of_the_method_that_it_names_and_its_value():
+    page = (ROOT / "docs" / "autoscaling.md").read_text()
+    table = page.partition("### Constants of the method")[2].partition("\nFor experiments")[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", table, re.MULTILINE))
+    constants = dataclasses.asdict(CONSTANTS)
+    assert {name: float(value) for name, value in listed.items()} == {
+        name: value for name, value in constants.items() if f"`{name}`" in page
+    }
 
 
 def test_decisions_are_numbered_without_gaps():

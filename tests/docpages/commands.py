@@ -52,6 +52,9 @@ OTHERS = {  # programs whose words are checked for files only
         "kind",
         "cosign",
         "sleep",
+        "date",
+        "export",
+        "wait",
     ),
 }
 
