@@ -1,4 +1,4 @@
-"""The commands of the README, as a user types them, except `make test`."""
+"""The commands of the README and of docs/scale-break-see.md, as a user types them on `make demo`."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from shell import commands, missing, terminal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,7 @@ COMMANDS = [
 ]
 ONCE = [c for c in COMMANDS if c.startswith("make demo") and "--once" in c]
 BESIDE = [c for c in COMMANDS if re.match(r"vlm |kubectl ", c)]
+PAGE = ROOT / "docs/scale-break-see.md"
 
 
 @contextlib.asynccontextmanager
@@ -76,9 +78,11 @@ def test_the_readme_has_the_commands_that_are_tested_here():
     assert [c for c in COMMANDS if c not in tested and "vlm-worker serve" not in c] == []
 
 
-async def test_beside_make_demo_the_other_commands_work():
+async def test_beside_make_demo_the_other_commands_work(tmp_path: Path):
     async with typed("make demo") as demo:
+        port = (await line_of(demo, r"The API is http://127.0.0.1:(\d+)/v1"))[1]
         kubeconfig = (await line_of(demo, r"export KUBECONFIG=(\S+)"))[1]
+        path = (await line_of(demo, r"export PATH=(\S+)"))[1]
         for command in BESIDE:
             output = await run(command, KUBECONFIG=kubeconfig)
             assert output.strip(), command
@@ -86,6 +90,38 @@ async def test_beside_make_demo_the_other_commands_work():
         wait = "kubectl wait --for=condition=Ready vlm/shapes --timeout=30s"
         assert "condition met" in await run(wait, KUBECONFIG=kubeconfig)
         assert "pools" in await run("kubectl explain vlm.spec", KUBECONFIG=kubeconfig)
+        await _type_page(tmp_path, port, full=False, KUBECONFIG=kubeconfig, PATH=path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+async def test_the_whole_page_scale_break_see_is_typed_beside_make_demo(tmp_path: Path):
+    async with typed("make demo") as demo:
+        port = (await line_of(demo, r"The API is http://127.0.0.1:(\d+)/v1"))[1]
+        kubeconfig = (await line_of(demo, r"export KUBECONFIG=(\S+)"))[1]
+        path = (await line_of(demo, r"export PATH=(\S+)"))[1]
+        await _type_page(tmp_path, port, full=True, KUBECONFIG=kubeconfig, PATH=path)
+
+
+async def _type_page(folder: Path, port: str, *, full: bool, **exported: str) -> None:
+    """Type the console blocks of the page; each command prints what the page shows."""
+    typed_commands = list(commands(PAGE, full=full))
+    assert len(typed_commands) >= (30 if full else 12)
+    async with terminal() as shell:
+        for name, value in exported.items():
+            await shell.run(f'export {name}="{value}"')
+        for command, shown in typed_commands:
+            real = command.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+            printed, status = await shell.run(real.replace("/tmp/", f"{folder}/"))
+            assert status == 0, command
+            assert missing(shown, printed) == [], command
+
+
+def test_a_line_that_a_command_does_not_print_is_found():
+    printed = "pod a-7b96bfcf4c-lkj2p is at 3.5 s\nshapes   True  1/1\n"
+    assert missing(["pod a-6cf5596b99-hq94c is at 12 s", "…", "shapes True …"], printed) == []
+    assert missing(["pod b-6cf5596b99-hq94c is at 12 s"], printed) != []
+    assert missing(["shapes False …"], printed) == ["shapes False …"]
 
 
 @pytest.mark.parametrize("command", ONCE)

@@ -1,6 +1,7 @@
 """Commands on pages name commands, flags, files, kinds, fields and targets that exist.
 
-`e2e/test_readme.py` runs the commands of the README, `test_plan_page.py` those of docs/plan.md.
+`e2e/test_readme.py` runs the commands of the README and of console blocks, `test_plan_page.py`
+those of docs/plan.md.
 """
 
 from __future__ import annotations
@@ -25,17 +26,26 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_each_command_names_what_exists(block: Block, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    lines = [
-        line for b in blocks(block.page) if b.language in SHELLS for line in shell.lines(b.text)
-    ]
+    lines = [line for b in blocks(block.page) if b.language in SHELLS for line in _lines(b)]
     made = [file for line in lines for file in shell.written(line)]
     problems = []
-    for line in shell.lines(block.text):
+    for line in _lines(block):
         try:
             check(line, made=made)
         except ValueError as error:
             problems.append(f"{line}\n    {error}")
     assert not problems, "\n".join(problems)
+
+
+def _lines(block: Block) -> list[str]:
+    if block.language == "console":
+        return [command for command, _ in shell.typed(block.text)]
+    return list(shell.lines(block.text))
+
+
+def test_a_console_block_has_commands_and_what_they_print():
+    text = "$ a \\\n  b    # why\none\ntwo\n$ c\n"
+    assert list(shell.typed(text)) == [("a    b", ["one", "two"]), ("c", [])]
 
 
 @pytest.mark.parametrize("page", pages())

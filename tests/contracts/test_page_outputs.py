@@ -31,6 +31,7 @@ OTHER = {
     "shapes-decode-7c  {": "tests/operator/cli/test_logs.py",
     "bug.tar.gz: 23 files": "tests/operator/cli/test_bundle.py",
     "ok    api  ": "tests/operator/cli/test_doctor.py",
+    "  What is to the right of the circle?": "e2e/test_demo.py",
     " etcd ◀─ kube-apiserver": None,
     "client ─HTTP─▶ gateway": None,
     "vlm_kernels/rms_norm.py": None,
@@ -83,6 +84,13 @@ def test_every_output_on_a_page_has_a_test():
     assert all((ROOT / file).exists() for file in OTHER.values() if file)
     used = {start for start in OTHER for block in others if block.text.startswith(start)}
     assert used == OTHER.keys()
+
+
+def test_console_blocks_are_on_pages_whose_commands_are_typed():
+    found = {
+        block.page for page in pages() for block in blocks(page) if block.language == "console"
+    }
+    assert found == {"docs/scale-break-see.md"}, "e2e/test_readme.py types this page"
 
 
 def _source(block: Block) -> str | None:

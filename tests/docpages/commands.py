@@ -55,6 +55,9 @@ OTHERS = {  # programs whose words are checked for files only
         "date",
         "export",
         "wait",
+        "cat",
+        "head",
+        "tail",
     ),
 }
 
@@ -347,7 +350,7 @@ def _sed(words: Sequence[str]) -> None:
     """The text that it replaces is in the file."""
     program, file = words
     text = program.split(program[1])[1]
-    if not re.search(text, _text(file)):
+    if not re.search(text, _text(file), re.MULTILINE):
         raise NotFoundError(f"{file} does not contain {text}")
 
 

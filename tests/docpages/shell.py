@@ -11,6 +11,18 @@ _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _SUBSTITUTED = re.compile(r"\$\(([^()]*)\)")
 
 
+def typed(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The commands of a `console` block, after `$ `, each with the lines that it prints."""
+    command, printed = "", list[str]()
+    for line in [*text.replace("\\\n", " ").splitlines(), "$ "]:
+        if line.startswith("$ "):
+            if command:
+                yield command, printed
+            command, printed = re.sub(r"\s+#.*$", "", line[2:]), []
+        else:
+            printed.append(line)
+
+
 def lines(text: str) -> Iterator[str]:
     """The lines of a block without comments; a line that ends in a backslash goes on."""
     for line in text.replace("\\\n", " ").splitlines():

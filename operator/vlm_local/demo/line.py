@@ -195,9 +195,14 @@ class Demo:
     def _print_next_steps(self, cluster: Cluster, url: str) -> None:
         console = self._reporter.console
         console.print(f"\nThe API is {url}/v1 (model {SERVICE}), the cluster is yours:\n")
-        console.print(f"  export KUBECONFIG={cluster.kubeconfig}")
-        console.print(f"  {cluster.kubectl} get vlm,vlmp,pods -o wide")
-        console.print(f'  {VLM} chat {SERVICE} --image {IMAGE} "What shape is yellow?"\n')
+        for line in (
+            f"export KUBECONFIG={cluster.kubeconfig}",
+            f"export PATH={VLM.parent}:{cluster.kubectl.parent}:$PATH",
+            "kubectl get vlm,vlmp,pods -o wide",
+            f'vlm chat {SERVICE} --image {IMAGE} "What shape is yellow?"',
+        ):
+            console.print(f"  {line}", soft_wrap=True)  # to be copied as one line
+        console.print()
         ends = "and the cluster with it" if cluster.own else "; what was applied stays"
         console.print(f"Ctrl-C ends the demo {ends}.")
 
