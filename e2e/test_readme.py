@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/scale-break-see.md, as a user types them on `make demo`."""
+"""The commands of the README and of docs/scale-break-see.md, typed beside `make demo`."""
 
 import asyncio
 import contextlib
