@@ -24,6 +24,8 @@ from vlm_operator.autoscale.record import Record
 from vlm_operator.autoscale.size import LoadSignals
 from vlm_operator.names import POOL_ROLES, Role
 
+_LOAD = "more load, or less for a whole window (for one surplus replica: six windows)"
+
 # What would change a pool's size, by the bound that limits it; without a bound, by the reason.
 NEXT: Mapping[str, str] = {
     Bound.MIN: "less is not allowed: scaling.minReplicas",
@@ -53,15 +55,15 @@ NEXT: Mapping[str, str] = {
     Reason.BOUNDS: "scaling.minReplicas and maxReplicas, or spec.budget",
     Reason.MISSING_METRICS: "pods that answer to /stats",
     Reason.FALLBACK: "pods that answer to /stats; autoscaling.fallbackReplicas",
-    Reason.STEADY: "more load, or a whole window of less",
-    Reason.SCALE_UP: "more load, or a whole window of less",
+    Reason.STEADY: _LOAD,
+    Reason.SCALE_UP: _LOAD,
     Reason.WAKE: "more load, or no images for scaling.scaleToZero.idleSeconds",
     Reason.AT_ZERO: "images, enough to be worth a replica",
     Reason.NOT_BOTTLENECK: "growth of its own queue or use: more replicas would not shorten TTFT",
     Reason.UNATTAINABLE: "faster node types, smaller images or another target",
     Reason.SCALE_DOWN: "more load, or a whole window of still less",
     Reason.IDLE: "images, enough to be worth a replica",
-    Reason.STABILIZING: "more load, or a whole window of less",
+    Reason.STABILIZING: _LOAD,
     Reason.REPLACING: "nodes of the cheaper type, when it is tried again",
     Reason.WAITING_FOR_DEVICES: "draining pods that end",
 }

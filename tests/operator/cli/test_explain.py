@@ -12,8 +12,11 @@ from support.sizing import World, need, pool, service
 from vlm_cli.output import CliError
 from vlm_cli.why import memory_notes, replay_file, why
 from vlm_operator.autoscale.decide import Memory, decide
+from vlm_operator.autoscale.explain import NEXT
 from vlm_operator.autoscale.history import Exhausted
 from vlm_operator.autoscale.memory import dump
+from vlm_operator.autoscale.outcome import Reason
+from vlm_operator.autoscale.pace import LONG_WINDOWS
 from vlm_operator.autoscale.record import Record
 from vlm_operator.names import Role
 
@@ -70,6 +73,12 @@ async def test_a_service_is_explained_from_its_status_and_its_memory(
         "  note     variant a got no ready pod in time (3 times in a row), tried again in 10 min",
         "  note     1 → 2 0 min ago",
     ]
+
+
+@pytest.mark.parametrize("reason", [Reason.STEADY, Reason.SCALE_UP, Reason.STABILIZING])
+def test_the_next_step_down_names_both_windows(reason: Reason) -> None:
+    assert LONG_WINDOWS == 6
+    assert NEXT[reason].endswith("less for a whole window (for one surplus replica: six windows)")
 
 
 async def test_all_services_are_explained_and_a_missing_status_is_said(
