@@ -25,6 +25,9 @@ from vlm_worker.settings import (
     parse,
 )
 
+NEEDS_USER = 3
+"""Exit code of `fetch` if another attempt would fail alike. argparse uses 2."""
+
 
 def main() -> None:
     """Run one command and exit with its code; a failed start prints one line with the reason."""
@@ -50,11 +53,25 @@ def main() -> None:
         sys.exit(f"vlm-worker: {error}")
 
 
+def _fetch(settings: FetchSettings) -> int:
+    """Fetch a model. A Job tells the codes apart: 1 may pass, 3 needs a user."""
+    from vlm_worker.core.model_files import ModelConfigError, ModelUnavailableError
+    from vlm_worker.serve.fetch import run_fetch
+
+    # a Job counts code 0 as success
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    try:
+        return run_fetch(settings)
+    except ModelUnavailableError:
+        raise
+    except ModelConfigError as error:
+        sys.stderr.write(f"vlm-worker: {error}\n")
+        return NEEDS_USER
+
+
 def _run(settings: Settings) -> int:
     if isinstance(settings, FetchSettings):
-        from vlm_worker.serve.fetch import run_fetch
-
-        return run_fetch(settings)
+        return _fetch(settings)
     if not isinstance(settings, ServeSettings) and settings.parent is not None:
         exit_with_parent(settings.parent)
     if isinstance(settings, WorkerSettings):

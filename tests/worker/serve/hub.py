@@ -6,6 +6,7 @@ answers ranges.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 from pathlib import Path
@@ -27,6 +28,8 @@ class Hub:
         gated: the token's account has not accepted the licence.
         num_cuts: transfers of the large file that end halfway.
         damaged: the large file arrives with other content of the same size.
+        down: every call is answered with 503.
+        stalls: the large file never arrives; `stalled` is set once it is asked for.
         sent: names of the files that were asked for, in order.
     """
 
@@ -34,6 +37,9 @@ class Hub:
     gated: bool = False
     num_cuts: int = 0
     damaged: bool = False
+    down: bool = False
+    stalls: bool = False
+    stalled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     num_requests: int = 0
     sent: list[str] = dataclasses.field(default_factory=list)
     url: str = ""
@@ -73,6 +79,9 @@ class Hub:
         if given.startswith("bytes="):
             start = int(given.removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if large and self.stalls:
+            self.stalled.set()
+            await asyncio.sleep(3600)
         if request.method == "GET":
             self.sent.append(path.name)
         if large and self.num_cuts:
@@ -88,6 +97,8 @@ class Hub:
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         self.num_requests += 1
+        if self.down:
+            return _refuse(503, "Unavailable")
         if self.token is not None and request.headers.get("Authorization") != (
             f"Bearer {self.token}"
         ):

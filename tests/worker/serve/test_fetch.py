@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from worker.serve.hub import COMMIT, LARGE, MODEL, Hub
 
-from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.model_files import ModelConfigError, ModelUnavailableError
 from vlm_worker.serve.hub import hub_error, progress_text
 from vlm_worker.serve.sources import ModelRecord, fetch_model, read_record, write_record
 from vlm_worker.settings import ModelSource
@@ -20,11 +21,23 @@ URI = "hf://org/shapes"
 NUM_BYTES = sum(path.stat().st_size for path in MODEL.iterdir())
 
 
+NEEDS_USER = 3
+
+
 async def fetch(
     hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT
 ) -> tuple[int, str]:
     """Run the command; return its exit code and standard error."""
-    process = await asyncio.create_subprocess_exec(
+    process = await start(hub, into, token=token, revision=revision)
+    _, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, errors.decode()
+
+
+async def start(
+    hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT
+) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vlm_worker", "fetch", f"--model={URI}",
         f"--model-revision={revision}", f"--into={into}",
         env={
@@ -36,9 +49,6 @@ async def fetch(
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    _, errors = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, errors.decode()
 
 
 async def test_a_model_is_complete_once_fetched_and_is_not_fetched_again(
@@ -86,7 +96,7 @@ async def test_damaged_content_is_found_deleted_and_fetched_again(hub: Hub, tmp_
 async def test_a_gated_model_says_to_accept_the_licence(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
     code, errors = await fetch(hub, tmp_path, token="t")
-    assert code == 1
+    assert code == NEEDS_USER
     assert "the model is gated; accept its licence on the hub" in errors
     assert "model.credentialsSecretRef" in errors
 
@@ -94,7 +104,7 @@ async def test_a_gated_model_says_to_accept_the_licence(hub: Hub, tmp_path: Path
 async def test_a_private_model_needs_the_token(hub: Hub, tmp_path: Path) -> None:
     hub.token = "secret"
     code, errors = await fetch(hub, tmp_path / "without")
-    assert code == 1
+    assert code == NEEDS_USER
     assert "give a token that may read it (HF_TOKEN" in errors
     code, errors = await fetch(hub, tmp_path / "with", token="secret")
     assert code == 0, errors
@@ -103,9 +113,43 @@ async def test_a_private_model_needs_the_token(hub: Hub, tmp_path: Path) -> None
 async def test_a_directory_of_another_revision_is_kept(hub: Hub, tmp_path: Path) -> None:
     write_record(tmp_path, ModelRecord(URI, "f" * 40, complete=True, num_bytes=1))
     code, errors = await fetch(hub, tmp_path)
-    assert code == 1
+    assert code == NEEDS_USER
     assert "name another directory for each model and revision" in errors
     assert hub.num_requests == 0
+
+
+async def test_a_hub_that_is_away_may_be_tried_again(hub: Hub, tmp_path: Path) -> None:
+    hub.down = True
+    code, errors = await fetch(hub, tmp_path)
+    assert code == 1
+    assert "the hub answers 503; wait until the hub works again" in errors
+
+
+async def test_a_download_that_is_stopped_has_not_succeeded(hub: Hub, tmp_path: Path) -> None:
+    hub.stalls = True
+    process = await start(hub, tmp_path)
+    async with asyncio.timeout(60):
+        await hub.stalled.wait()
+    process.terminate()
+    async with asyncio.timeout(30):
+        await process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ModelConfigError, match="has only a part of"):
+        fetch_model(ModelSource(str(tmp_path)), print)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), ModelConfigError),
+        (OSError("[SSL: CERTIFICATE_VERIFY_FAILED]"), ModelConfigError),
+        (OSError(errno.ECONNREFUSED, "Connection refused"), ModelUnavailableError),
+    ],
+)
+def test_only_errors_that_may_pass_are_worth_another_attempt(
+    error: OSError, kind: type[Exception]
+) -> None:
+    assert type(hub_error(error, ModelSource(URI, COMMIT))) is kind
 
 
 def test_a_full_volume_is_named() -> None:

@@ -14,6 +14,10 @@ class ModelConfigError(WorkerError):
     """The worker cannot serve the model with these files or settings; the deployer must act."""
 
 
+class ModelUnavailableError(ModelConfigError):
+    """The model cannot be had now; another attempt may succeed."""
+
+
 LFS_POINTER: Final = b"version "
 """The first bytes of a Git LFS pointer; no JSON or safetensors file begins with them."""
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.model_files import ModelConfigError, ModelUnavailableError
 from vlm_worker.serve.hub import HubFile, HubIndex, download, hub_error, read_index
 from vlm_worker.serve.sources import PATTERNS, ModelRecord, read_record, write_record
 from vlm_worker.settings import FetchSettings, ModelSource
@@ -72,14 +72,14 @@ def check_file(file: HubFile, path: Path) -> None:
     """Compare a file with the hub's size and hash; delete it if it differs.
 
     Raises:
-        ModelConfigError: it is missing or differs; another run downloads it again.
+        ModelUnavailableError: it is missing or differs; another run downloads it again.
     """
     present = path.stat().st_size if path.is_file() else -1
     if present == file.size and _digest(file, path) == (file.sha256 or file.blob_id):
         return
     path.unlink(missing_ok=True)
     problem = "is missing" if present < 0 else "does not have the hub's content"
-    raise ModelConfigError(f"{path}: {problem}; run `vlm-worker fetch` again to download it")
+    raise ModelUnavailableError(f"{path}: {problem}; run `vlm-worker fetch` again to download it")
 
 
 def _digest(file: HubFile, path: Path) -> str:

@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.model_files import ModelConfigError, ModelUnavailableError
 from vlm_worker.settings import ModelSource
 
 TOKEN: Final = "HF_TOKEN; in a VLMService, model.credentialsSecretRef"  # noqa: S105  no token
@@ -120,7 +120,23 @@ def hub_error(error: BaseException, source: ModelSource) -> ModelConfigError:
     """Return the error with its cause, and after "; " who must do what."""
     at = f" at revision {source.revision}" if source.revision else ""
     cause, fix = _explain(error, source)
-    return ModelConfigError(f"--model: {source.uri}{at}: {cause}; {fix}")
+    kind = ModelUnavailableError if _may_pass(error) else ModelConfigError
+    return kind(f"--model: {source.uri}{at}: {cause}; {fix}")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another attempt may succeed although nobody changes anything."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code if error.response is not None else 0
+        return status in (0, 408, 429) or status >= 500
+    return not any(
+        isinstance(one, ssl.SSLError)
+        or "CERTIFICATE_VERIFY" in str(one)
+        or (isinstance(one, OSError) and one.errno in _NO_SPACE)
+        for one in _chain(error)
+    )
 
 
 def _explain(error: BaseException, source: ModelSource) -> tuple[str, str]:
