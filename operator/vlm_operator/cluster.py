@@ -44,6 +44,8 @@ ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+JOB = Kind("batch/v1", "Job", "jobs")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")  # created by Deployments, not by us
 CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates")
@@ -71,6 +73,8 @@ CHILD_KINDS = (
     ROLE_BINDING,
     CONFIG_MAP,
     NETWORK_POLICY,
+    CLAIM,
+    JOB,
     SERVICE,
     PDB,
     VLM_POOL,

@@ -5,6 +5,8 @@ VLMService demo ─▶ demo-decode-default-1a2b3c4d   Deployment, per role, vari
                 ─▶ demo-gateway       Deployment, Service, PDB, NetworkPolicy, ServiceAccount,
                                       ConfigMap, Role, RoleBinding
                 ─▶ demo-autoscaler    ConfigMap: the autoscaler's memory
+                ─▶ demo-model         ServiceAccount, NetworkPolicy of the Job below
+                ─▶ demo-model-1a2b3c4d  PersistentVolumeClaim, Job: one revision of the model
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ LABEL_ROLE = f"{GROUP}/role"
 LABEL_VARIANT = f"{GROUP}/variant"
 LABEL_REVISION = f"{GROUP}/revision"
 LABEL_COMPAT = f"{GROUP}/compat"
+LABEL_MODEL = f"{GROUP}/model"
+"""Label of a claim, its Job and its pods: the digest of what the claim holds."""
 LABEL_NODE_TYPE = f"{GROUP}/node-type"
 LABEL_SIMULATED = f"{GROUP}/simulated"
 LABEL_APP_NAME = "app.kubernetes.io/name"
@@ -71,6 +75,9 @@ class Role(enum.StrEnum):
     GATEWAY = "gateway"
 
 
+MODEL_PART = "model"
+"""Value of the role label of the pods that download a model. It is no `Role`."""
+
 # The roles with a pool, in the order in which a request passes them.
 POOL_ROLES = (Role.ENCODER, Role.PREFILL, Role.DECODE)
 
@@ -97,6 +104,14 @@ def deployment(service: str, role: Role | str, variant: str, revision: str) -> s
     digest = hashlib.sha256(parts.encode()).hexdigest()[:8]
     head = bounded(f"{service}-{role}-{variant}", limit=MAX_DEPLOYMENT_NAME - 9)
     return f"{head}-{digest}"
+
+
+def model_claim(service: str, digest: str) -> str:
+    """Name the claim and the Job of one revision of the model.
+
+    The name of a Job's pod is that of the Job and 6 characters more.
+    """
+    return f"{bounded(f'{service}-{MODEL_PART}', limit=MAX_NAME - 6 - 9)}-{digest}"
 
 
 def former_deployment(service: str, role: Role | str, variant: str, revision: str) -> str:

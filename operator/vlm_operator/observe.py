@@ -12,6 +12,7 @@ from vlm_operator.api import quantity
 from vlm_operator.cluster import (
     CHILD_KINDS,
     DEPLOYMENT,
+    JOB,
     POD,
     VLM_NODE_CLASS,
     VLM_SERVICE,
@@ -28,10 +29,11 @@ from vlm_operator.state import (
     PodState,
     owned_by,
 )
-from vlm_operator.state.cluster_view import ContainerState, error_line, one_line
-from vlm_operator.state.owners import is_pod_of, names_of, parted
+from vlm_operator.state.cluster_view import ContainerState, DownloadPod, error_line, one_line
+from vlm_operator.state.owners import is_download_of, is_pod_of, names_of, parted
 
 _ROLES = frozenset(role.value for role in Role)
+_ERROR_PREFIX = "vlm-worker: "  # of the line with which a failed command ends
 _SIGNALLED = 128  # greater exit codes are 128 plus the number of a signal
 
 
@@ -62,6 +64,10 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
     own_pods, foreign_pods = parted(
         pods, lambda item: is_pod_of(item, name, ours=ours, foreign=theirs)
     )
+    foreign_jobs = names_of(JOB.kind, foreign)
+    downloads, foreign_pods = parted(
+        foreign_pods.values(), lambda item: is_download_of(item, name, foreign=foreign_jobs)
+    )
     return Observed(
         service=service,
         children=owned,
@@ -70,6 +76,7 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
         samples={},
         now=now,
         foreign={**foreign, **foreign_pods},
+        downloads=tuple(_download(item) for item in downloads.values()),
     )
 
 
@@ -82,6 +89,51 @@ def pod_states(pods: Sequence[Manifest]) -> tuple[PodState, ...]:
     )
 
 
+def _download(item: Manifest) -> DownloadPod:
+    meta, spec, status = item["metadata"], item.get("spec", {}), item.get("status", {})
+    conditions = {entry["type"]: entry for entry in status.get("conditions", [])}
+    containers = [ContainerState.of(entry) for entry in status.get("containerStatuses", [])]
+    owner = next(one for one in meta["ownerReferences"] if one.get("controller"))
+    outputs = [one.exit_message for one in containers if one.exit_code]
+    phase = status.get("phase")
+    return DownloadPod(
+        name=meta["name"],
+        uid=meta["uid"],
+        job=owner["name"],
+        created=epoch_seconds(meta["creationTimestamp"]),
+        ip=status.get("podIP"),
+        scheduled=bool(spec.get("nodeName")),
+        started=any(one.started for one in containers),
+        deleting=meta.get("deletionTimestamp") is not None,
+        finished=phase in ("Succeeded", "Failed"),
+        failed=phase == "Failed",
+        blocked=_blocked(spec, status, conditions) or one_line(str(status.get("message", ""))),
+        error=next((text for output in outputs if (text := _reason(output))), ""),
+        unscheduled=_unscheduled(conditions),
+    )
+
+
+def _reason(output: str) -> str:
+    """Return why a command failed, with the fix after "; " if it names one."""
+    for line in reversed(output.splitlines()):
+        if line.startswith(_ERROR_PREFIX):
+            return " ".join(line.removeprefix(_ERROR_PREFIX).split())[:512]
+    return error_line(output)
+
+
+def _unscheduled(conditions: Mapping[str, Any]) -> str:
+    """Return the scheduler's message while a pod has no node; "" otherwise."""
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") != "False":
+        return ""
+    return one_line(str(scheduled.get("message", "")), limit=1024) or "no node was found"
+
+
+def _claims(spec: Manifest) -> frozenset[str]:
+    claims = (item.get("persistentVolumeClaim") for item in spec.get("volumes", ()))
+    return frozenset(str(item["claimName"]) for item in claims if item)
+
+
 def _pod(item: Manifest) -> PodState:
     meta, spec, status = item["metadata"], item.get("spec", {}), item.get("status", {})
     labels = meta["labels"]
@@ -89,10 +141,6 @@ def _pod(item: Manifest) -> PodState:
     gate = conditions.get(names.GATE_ACCEPTING)
     statuses = status.get("containerStatuses", [])
     cost = meta.get("annotations", {}).get(ANNOTATION_DELETION_COST, "0")
-    scheduled, unscheduled = conditions.get("PodScheduled", {}), ""
-    if scheduled.get("status") == "False":
-        message = one_line(str(scheduled.get("message", "")), limit=1024)
-        unscheduled = message or "no node was found"
     return PodState(
         name=meta["name"],
         uid=meta["uid"],
@@ -120,7 +168,8 @@ def _pod(item: Manifest) -> PodState:
             ContainerState.of(entry)
             for entry in [*status.get("initContainerStatuses", []), *statuses]
         ),
-        unscheduled=unscheduled,
+        unscheduled=_unscheduled(conditions),
+        claims=_claims(spec),
     )
 
 

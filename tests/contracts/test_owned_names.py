@@ -23,15 +23,17 @@ WORKER_FLAGS = set(COMMANDS.choices["decode"]._option_string_actions)
 MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
 
 
-@pytest.fixture(scope="module", params=["hf", "pvc"])
+@pytest.fixture(scope="module", params=["hf", "cache", "pvc"])
 def containers(request: pytest.FixtureRequest) -> list[dict[str, object]]:
     """Every container of the operator, without additions of the user."""
     spec = yaml.safe_load(yaml.safe_dump(MAXIMAL["spec"]))
     for pool in spec["pools"].values():
         pool.pop("engine", None)
         pool.pop("podTemplate", None)
+    if request.param == "hf":
+        spec["model"] |= {"cache": None}
     if request.param == "pvc":
-        spec["model"] |= {"uri": "pvc://shapes/x", "credentialsSecretRef": None}
+        spec["model"] |= {"uri": "pvc://shapes/x", "credentialsSecretRef": None, "cache": None}
     meta = {"name": "demo", "namespace": "default", "uid": "u", "generation": 1}
     written = api.parse({"metadata": meta, "spec": spec})
     service, shared = keep_defaults(written, (), worker_image="triptych/worker:test")

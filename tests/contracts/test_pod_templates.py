@@ -33,6 +33,8 @@ def planned() -> TurnPlan:
     manifest = copy.deepcopy(yaml.safe_load(MAXIMAL.read_text()))
     manifest["metadata"]["namespace"] = "ns"
     manifest["spec"]["stopped"] = False
+    manifest["spec"]["model"].pop("cache")
+    manifest["spec"]["model"]["revision"] = "8f4592b9"
     manifest["spec"].pop("tracing")
     manifest["spec"].pop("identity")
     manifest["spec"]["gateway"].pop("tls")

@@ -36,6 +36,7 @@ SETTLED = {
     "spec.model": Restarts.PODS,
     "spec.model.servedName": Restarts.NONE,
     "spec.model.limits": Restarts.NONE,
+    "spec.model.cache.podTemplate": Restarts.NONE,
     "spec.pools": Restarts.PODS,
     "spec.pools.*.scaling": Restarts.NONE,
     "spec.pools.*.drain": Restarts.NONE,
@@ -128,11 +129,12 @@ def candidates(row: Row) -> list[Any]:
     example = json.loads(row.example)
     choices = [int(c) if c.isdigit() else c for c in re.findall(r"`([^`]+)`", row.type)]
     if choices:
-        return choices
+        return [[choice] for choice in choices] if isinstance(example, list) else choices
     if isinstance(example, bool):
         return [example, not example]
     if isinstance(example, int):
         return [example, example + 1, example - 1]
     if isinstance(example, str):
-        return [example, example + "x", "2", example + "/x"]
+        hub = ["hf://org/other", "0" * 40]  # a cache needs them
+        return [example, example + "x", "2", example + "/x", *hub]
     return [example, [], {}]

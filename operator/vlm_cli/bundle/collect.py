@@ -25,9 +25,11 @@ from vlm_cli.pod_http import PodReader, PodReadError
 from vlm_cli.why import explanation
 from vlm_operator import names
 from vlm_operator.cluster import (
+    CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
     EVENT,
+    JOB,
     NETWORK_POLICY,
     PDB,
     POD,
@@ -41,7 +43,18 @@ from vlm_operator.cluster import (
 from vlm_operator.errors import ClusterError
 
 # Secrets are not in this list, and nothing else of this module reads objects by kind.
-_LABELLED = (VLM_POOL, DEPLOYMENT, REPLICA_SET, POD, SERVICE, NETWORK_POLICY, PDB, CONFIG_MAP)
+_LABELLED = (
+    VLM_POOL,
+    DEPLOYMENT,
+    REPLICA_SET,
+    CLAIM,
+    JOB,
+    POD,
+    SERVICE,
+    NETWORK_POLICY,
+    PDB,
+    CONFIG_MAP,
+)
 _OPERATOR = {names.LABEL_APP_NAME: "triptych-operator"}
 _MAX_CONCURRENT = 8
 

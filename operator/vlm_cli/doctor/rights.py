@@ -38,6 +38,8 @@ OF_NAMESPACES = (
             ("", "services"),
             ("", "configmaps"),
             ("", "serviceaccounts"),
+            ("", "persistentvolumeclaims"),
+            ("batch", "jobs"),
             ("policy", "poddisruptionbudgets"),
             ("networking.k8s.io", "networkpolicies"),
             (_RBAC, "roles"),

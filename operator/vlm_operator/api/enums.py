@@ -24,6 +24,13 @@ class KvDType(enum.StrEnum):
     FP8 = "FP8"
 
 
+class ClaimAccess(enum.StrEnum):
+    """The nodes that may mount a claim: many, or one."""
+
+    READ_WRITE_MANY = "ReadWriteMany"
+    READ_WRITE_ONCE = "ReadWriteOnce"
+
+
 class OnOversize(enum.StrEnum):
     """The handling of an image with more pixels than allowed."""
 

@@ -9,14 +9,17 @@ from pydantic import Field
 from vlm_operator.api.base import (
     DNS_SUBDOMAIN,
     IMAGE_NAME,
+    Bytes,
     Model,
     NameRef,
+    ObjectName,
     Restarts,
     Rule,
     field,
     not_built,
 )
-from vlm_operator.api.enums import DType, KvDType, OnCorrupt, OnOversize
+from vlm_operator.api.enums import ClaimAccess, DType, KvDType, OnCorrupt, OnOversize
+from vlm_operator.api.pod_template import PodTemplate
 
 ModelUri = Annotated[str, Field(min_length=1, max_length=512)]
 ServedName = Annotated[
@@ -63,6 +66,44 @@ class Limits(Model):
             at=".videoSeconds",
             instead="set 0 or leave it out",
         ),
+    )
+
+
+class CacheClaim(Model):
+    """The PersistentVolumeClaim that holds one revision of the model."""
+
+    size: Bytes = field(
+        ...,
+        "Bytes of the volume: those of the model's files, and 16 MiB more.",
+        example="50Gi",
+        restarts=Restarts.PODS,
+    )
+    storage_class_name: ObjectName | None = field(
+        None,
+        "StorageClass of the volume.",
+        example="fast-rwx",
+        unset="the cluster's default class",
+        restarts=Restarts.PODS,
+    )
+    access_modes: list[ClaimAccess] = field(
+        [ClaimAccess.READ_WRITE_MANY],
+        "Access modes of the volume. ReadWriteOnce suffices if all pods run on one node.",
+        example=["ReadWriteOnce"],
+        restarts=Restarts.PODS,
+        min_length=1,
+        max_length=2,
+    )
+
+
+class ModelCache(Model):
+    """One download of the model for all pods, by a Job of the operator into a claim."""
+
+    claim: CacheClaim = field(..., "The claim. A change makes a new one and downloads again.")
+    pod_template: PodTemplate = field(
+        PodTemplate(),
+        "Changes to the pod template of the Job, for example variables of a mirror or a proxy. Its "
+        "container is named fetch. A change replaces a Job that has not completed.",
+        restarts=Restarts.NONE,
     )
 
 
@@ -141,6 +182,13 @@ class ModelSource(Model):
         unset="anonymous",
         restarts=Restarts.PODS,
     )
+    cache: ModelCache | None = field(
+        None,
+        "One download of an hf:// model into a claim that all pods mount. Pods of a revision start "
+        "when its model is complete, so no accelerator waits for a download.",
+        unset="each pod downloads the model",
+        restarts=Restarts.PODS,
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         not_built(
@@ -183,6 +231,21 @@ class ModelSource(Model):
             holds="!has(self.credentialsSecretRef) || self.uri.startsWith('hf://')",
             message="is only read for hf:// models: remove it",
             at=".credentialsSecretRef",
+        ),
+        Rule(
+            name="cache-hf",
+            holds="!has(self.cache) || self.uri.startsWith('hf://')",
+            message="is only for hf:// models: remove it, pods mount pvc:// and oci:// as they are",
+            at=".cache",
+        ),
+        Rule(
+            name="cache-commit",
+            holds="!has(self.cache) || !has(self.revision) || "
+            "self.revision.matches('^[0-9a-f]{40}$')",
+            message="must be a commit of 40 hexadecimal digits with model.cache: a tag may move",
+            says="'must be a commit of 40 hexadecimal digits with model.cache, a tag may move, "
+            "not ' + self.revision",
+            at=".revision",
         ),
         Rule(
             name="served-name-immutable",

@@ -6,6 +6,7 @@ body ── parse ─▶ VLMService as written ── resolve ─▶ VLMService 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from vlm_operator import names
 from vlm_operator.api.base import Model
 from vlm_operator.api.enums import ScalingMode
+from vlm_operator.api.model import ModelSource
 from vlm_operator.api.placement import Placement, Variant
 from vlm_operator.api.pod_template import check_pod_template
 from vlm_operator.api.pool import Pool
@@ -23,6 +25,7 @@ from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 
 DEFAULT_VARIANT = Variant(name="default", placement=Placement())
+_COMMIT = re.compile("[0-9a-f]{40}")
 _BLOCK_SIZE_CPU = 64
 _BLOCK_SIZE_ACCELERATOR = 16
 
@@ -59,6 +62,7 @@ def parse(body: Mapping[str, Any]) -> VLMService:
         check_pod_template(pool.pod_template, role, path=f"spec.pools.{role}.podTemplate")
     gateway = spec.gateway.pod_template
     check_pod_template(gateway, Role.GATEWAY, path="spec.gateway.podTemplate")
+    _check_cache(spec.model)
     return VLMService(
         name=meta["name"],
         namespace=meta["namespace"],
@@ -146,6 +150,16 @@ def _block_size(spec: VLMServiceSpec) -> int:
         for resource in (*variant.resources.limits, *variant.resources.requests)
     )
     return _BLOCK_SIZE_ACCELERATOR if on_accelerator else _BLOCK_SIZE_CPU
+
+
+def _check_cache(model: ModelSource) -> None:
+    if model.cache is None:
+        return
+    if not model.uri.startswith("hf://"):
+        raise SpecError("spec.model.cache", "is only for hf:// models: remove it")
+    if _COMMIT.fullmatch(model.revision or "") is None:
+        raise SpecError("spec.model.revision", "must be a commit of 40 hexadecimal digits")
+    check_pod_template(model.cache.pod_template, None, path="spec.model.cache.podTemplate")
 
 
 def _check_scaling(scaling: Scaling, *, path: str) -> None:

@@ -84,7 +84,8 @@ class PodTemplate(Model):
         {},
         "Part of a PodSpec: initContainers, sidecars, volumes, serviceAccountName, "
         "runtimeClassName, schedulerName, priorityClassName, resourceClaims. Change the operator's "
-        "container under its name, worker or gateway. The operator refuses what it sets itself.",
+        "container under its name, worker, gateway or fetch. The operator refuses what it sets "
+        "itself.",
         example={"priorityClassName": "inference"},
     )
 
@@ -93,12 +94,12 @@ class PodTemplate(Model):
         return self == PodTemplate()
 
 
-def check_pod_template(template: PodTemplate, role: Role, *, path: str) -> None:
+def check_pod_template(template: PodTemplate, role: Role | None, *, path: str) -> None:
     """Refuse a podTemplate that changes what the operator sets.
 
     Args:
         template: as the user wrote it.
-        role: whose pods it changes.
+        role: whose pods it changes; None for the Job that downloads the model.
         path: path of the podTemplate in the manifest.
 
     Raises:
@@ -116,7 +117,7 @@ def check_pod_template(template: PodTemplate, role: Role, *, path: str) -> None:
                 f"{path}.volumes[{volume['name']}]",
                 f"names with {OWNED_VOLUME_PREFIX} are the operator's: choose another",
             )
-    own = "gateway" if role is Role.GATEWAY else "worker"
+    own = "fetch" if role is None else "gateway" if role is Role.GATEWAY else "worker"
     for kind, item in _containers(spec):
         where = f"{path}.{kind}[{item['name']}]"
         if kind == "containers" and item["name"] == own:
@@ -125,8 +126,11 @@ def check_pod_template(template: PodTemplate, role: Role, *, path: str) -> None:
             _check_devices(item, where)
 
 
-def _owned_in_pod(role: Role) -> dict[str, str]:
+def _owned_in_pod(role: Role | None) -> dict[str, str]:
     """Return the fields of a PodSpec that the operator sets, with what to do instead."""
+    if role is None:
+        fixed = ("restartPolicy", "enableServiceLinks", "automountServiceAccountToken")
+        return dict.fromkeys((*fixed, "ephemeralContainers"), "remove it")
     gateway = role is Role.GATEWAY
     placement = "set gateway.placement" if gateway else "set placement of a variant"
     owned = {
@@ -144,8 +148,10 @@ def _owned_in_pod(role: Role) -> dict[str, str]:
     return owned
 
 
-def _owned_in_container(role: Role) -> dict[str, str]:
+def _owned_in_container(role: Role | None) -> dict[str, str]:
     """Return the fields of the operator's container that it sets, with what to do instead."""
+    if role is None:
+        return dict.fromkeys(("image", "command", "args", "ports"), "remove it")
     gateway = role is Role.GATEWAY
     flags = "set the fields of gateway" if gateway else "set engine.extraArgs"
     return {
@@ -159,11 +165,13 @@ def _owned_in_container(role: Role) -> dict[str, str]:
     }
 
 
-def _check_own_container(container: Mapping[str, Any], role: Role, path: str) -> None:
+def _check_own_container(container: Mapping[str, Any], role: Role | None, path: str) -> None:
     for name, fix in _owned_in_container(role).items():
         if name in container:
             raise SpecError(f"{path}.{name}", f"is set by the operator: {fix}")
-    if set(_object(container, "resources", path)) - {"claims"}:
+    if role is None:
+        _check_devices(container, path)
+    elif set(_object(container, "resources", path)) - {"claims"}:
         fix = "gateway.resources" if role is Role.GATEWAY else "resources of a variant"
         raise SpecError(f"{path}.resources", f"may only name claims: set {fix} for the others")
     for variable in container.get("env") or ():

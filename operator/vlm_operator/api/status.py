@@ -23,6 +23,7 @@ ConditionType = Literal[
     "ScalingActive",
     "MetricsAvailable",
     "CapacitySufficient",
+    "ModelReady",
     "CertificatesReady",
     "SLOAttainable",
     "RolloutProgressing",

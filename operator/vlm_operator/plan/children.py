@@ -1,6 +1,7 @@
 """Plans every object of a service.
 
-ServiceAccount, Role, RoleBinding, ConfigMap, NetworkPolicy, Service, PDB, VLMPool, Deployment
+ServiceAccount, Role, RoleBinding, ConfigMap, NetworkPolicy, PersistentVolumeClaim, Job, Service,
+PDB, VLMPool, Deployment
 
 The operator applies them in this order. It deletes objects with the service's labels that the plan
 does not contain.
@@ -19,6 +20,7 @@ from vlm_operator.api.pool import Disruption
 from vlm_operator.cluster import (
     CONFIG_MAP,
     DEPLOYMENT,
+    JOB,
     NETWORK_POLICY,
     PDB,
     ROLE,
@@ -31,7 +33,8 @@ from vlm_operator.cluster import (
 )
 from vlm_operator.names import Role
 from vlm_operator.plan.deployments import Options, deployments, gateway_deployments, owner_reference
-from vlm_operator.plan.policies import network_policies
+from vlm_operator.plan.model_cache import plan_cache
+from vlm_operator.plan.policies import live_downloads, network_policies
 from vlm_operator.pods.gateway import CONFIG_KEY, gateway_config
 from vlm_operator.pods.parts import object_labels, selector
 from vlm_operator.rollout.steps import Step
@@ -43,13 +46,19 @@ GATEWAY_RULE = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All objects that should exist, in the order of application."""
+    """All objects that should exist, in the order of application.
+
+    Attributes:
+        kept: kind and name of existing objects that stay as they are.
+    """
 
     objects: tuple[Manifest, ...]
+    kept: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def named(self) -> frozenset[tuple[str, str]]:
-        return frozenset((item["kind"], item["metadata"]["name"]) for item in self.objects)
+        planned = ((item["kind"], item["metadata"]["name"]) for item in self.objects)
+        return frozenset(planned) | self.kept
 
 
 def plan(
@@ -69,24 +78,30 @@ def plan(
     has the gateway replicas by compat, and annotations of Deployments.
     """
     roles = service.spec.pools.present
-    policies = network_policies(service, options.network)
+    policies = network_policies(service, options.network, live_downloads=live_downloads(observed))
+    cache = plan_cache(service, observed, options.images, owner_reference(service))
+    accounts: tuple[Role | str, ...] = (*roles, Role.GATEWAY)
+    if service.spec.model.cache is not None:
+        accounts += (names.MODEL_PART,)
     return Plan(
         (
             *(
                 _object(service, SERVICE_ACCOUNT, role, automountServiceAccountToken=False)
-                for role in (*roles, Role.GATEWAY)
+                for role in accounts
             ),
             _object(service, ROLE, Role.GATEWAY, rules=[dict(GATEWAY_RULE)]),
             _role_binding(service, observed),
             _gateway_config(service),
             *(_object(service, NETWORK_POLICY, role, spec=spec) for role, spec in policies.items()),
+            *sorted(cache.objects, key=lambda item: item["kind"] == JOB.kind),
             *_services(service),
             *_budgets(service, observed, desired),
             *(_pool(service, role) for role in roles),
             *_gateway_pool(service),
             *deployments(service, observed, revisions, replicas, step),
             *gateway_deployments(service, observed, revisions[Role.GATEWAY, ""], step),
-        )
+        ),
+        kept=cache.kept,
     )
 
 
@@ -100,7 +115,7 @@ def replicas_apply(service: VLMService, role: Role, replicas: int) -> Manifest:
     return _object(service, VLM_POOL, role, spec=spec)
 
 
-def _object(service: VLMService, kind: Kind, role: Role, **fields: object) -> Manifest:
+def _object(service: VLMService, kind: Kind, role: Role | str, **fields: object) -> Manifest:
     return {
         "apiVersion": kind.api_version,
         "kind": kind.kind,

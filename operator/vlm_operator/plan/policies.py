@@ -4,6 +4,7 @@ client ─8000─▶ gateway ─9000─▶ encoder, prefill, decode        opera
                gateway ─443──▶ API server                       prefill ─9000─▶ encoder
                all ─53─▶ DNS                                     decode ─9000─▶ prefill, encoder
                all ───▶ the collector of spec.tracing
+Job of model.cache, else all pods of an hf:// model ─443─▶ the hub
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from urllib.parse import urlsplit
 
 from vlm_operator import names
 from vlm_operator.api import VLMService
+from vlm_operator.cluster import DEPLOYMENT
 from vlm_operator.names import Role
 from vlm_operator.pods.parts import selector
+from vlm_operator.state import Observed
 
 Rule = dict[str, Any]
 
@@ -55,19 +58,51 @@ class Network:
     policies: bool = True
 
 
-def network_policies(service: VLMService, network: Network) -> dict[Role, Rule]:
+def network_policies(
+    service: VLMService, network: Network, *, live_downloads: bool = False
+) -> dict[str, Rule]:
+    """Return the specs of the policies by role.
+
+    With `model.cache`, only the pods of its Job reach the model's source. `live_downloads` is
+    whether live workers or gateways download the model themselves.
+    """
     if not network.policies:
         return {}
     flows = _flows(service)
-    return {
-        role: {
+    model = service.spec.model
+    hub = live_downloads or (model.uri.startswith("hf://") and model.cache is None)
+    policies = {
+        role.value: {
             "podSelector": {"matchLabels": selector(service.name, role)},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": _ingress(service, role, flows, network),
-            "egress": _egress(service, role, flows, network),
+            "egress": _egress(service, role, flows, network, hub=hub),
         }
         for role in (*service.spec.pools.present, Role.GATEWAY)
     }
+    if model.cache is not None:
+        labels = {names.LABEL_SERVICE: service.name, names.LABEL_ROLE: names.MODEL_PART}
+        operator = _namespace(network.operator_namespace)
+        policies[names.MODEL_PART] = {
+            "podSelector": {"matchLabels": labels},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [operator], "ports": [_tcp(names.PORT_HTTP)]}],
+            "egress": [_dns(network), *_hub(network)],
+        }
+    return policies
+
+
+def live_downloads(observed: Observed) -> bool:
+    """Whether pods of a live Deployment download their model themselves.
+
+    They may restart until a rollout has replaced them.
+    """
+    return any(
+        argument.startswith("--model=hf://")
+        for item in observed.of_kind(DEPLOYMENT.kind)
+        for container in item["spec"]["template"]["spec"]["containers"]
+        for argument in container.get("args", ())
+    )
 
 
 def _flows(service: VLMService) -> list[tuple[Role, Role]]:
@@ -95,18 +130,14 @@ def _ingress(
 
 
 def _egress(
-    service: VLMService, role: Role, flows: list[tuple[Role, Role]], network: Network
+    service: VLMService,
+    role: Role,
+    flows: list[tuple[Role, Role]],
+    network: Network,
+    *,
+    hub: bool,
 ) -> list[Rule]:
-    rules: list[Rule] = [
-        {
-            "to": [_namespace(network.dns_namespace), {"ipBlock": {"cidr": NODE_LOCAL_DNS}}],
-            "ports": [
-                rule
-                for port in network.dns_ports
-                for rule in ({"protocol": "UDP", "port": port}, _tcp(port))
-            ],
-        }
-    ]
+    rules: list[Rule] = [_dns(network)]
     targets = [_pods(service, target) for source, target in flows if source is role]
     if targets:
         rules.append({"to": targets, "ports": [_tcp(names.PORT_GRPC)]})
@@ -115,13 +146,28 @@ def _egress(
         rules.append({"to": producers, "ports": [_tcp(names.PORT_DATA)]})
     if role is Role.GATEWAY:
         rules.append({"ports": [_tcp(port) for port in network.api_server_ports]})
-    if service.spec.model.uri.startswith("hf://"):
-        rules.append({"to": list(_INTERNET), "ports": [_tcp(443)]})
-        if network.model_sources:
-            blocks = [{"ipBlock": {"cidr": cidr}} for cidr in network.model_sources]
-            rules.append({"to": blocks})
+    if hub:
+        rules += _hub(network)
     if service.spec.tracing is not None:
         rules.append(_collector(service.spec.tracing.endpoint))
+    return rules
+
+
+def _dns(network: Network) -> Rule:
+    return {
+        "to": [_namespace(network.dns_namespace), {"ipBlock": {"cidr": NODE_LOCAL_DNS}}],
+        "ports": [
+            rule
+            for port in network.dns_ports
+            for rule in ({"protocol": "UDP", "port": port}, _tcp(port))
+        ],
+    }
+
+
+def _hub(network: Network) -> list[Rule]:
+    rules: list[Rule] = [{"to": list(_INTERNET), "ports": [_tcp(443)]}]
+    if network.model_sources:
+        rules.append({"to": [{"ipBlock": {"cidr": cidr}} for cidr in network.model_sources]})
     return rules
 
 

@@ -15,9 +15,12 @@ from vlm_operator.api.placement import Placement
 from vlm_operator.api.pod_template import IDENTITY_PATH
 from vlm_operator.names import Role
 from vlm_operator.state import Revision
+from vlm_operator.state.downloads import claim_name
 from vlm_operator.state.identities import secret_name
 
 MODEL_PATH = "/models/model"
+CHECKPOINT = "checkpoint"
+"""Directory of the model in a claim of `model.cache`; volumes have directories of their own."""
 CACHE_PATH = "/models/cache"
 GRACE_SECONDS = 30  # added to the drain timeout, for the process to exit
 START_SECONDS = 1800  # model.startTimeoutSeconds if unset
@@ -106,10 +109,13 @@ def model_mount(service: VLMService) -> ModelMount:
     model = service.spec.model
     scheme, _, rest = model.uri.partition("://")
     revision = (f"--model-revision={model.revision}",) if model.revision else ()
-    if scheme in ("pvc", "oci"):
+    cached = claim_name(service)
+    if scheme in ("pvc", "oci") or cached:
         source: Part
-        if scheme == "pvc":
-            claim, _, path = rest.strip("/").partition("/")
+        if scheme == "pvc" or cached:
+            claim, _, path = (f"{cached}/{CHECKPOINT}" if cached else rest.strip("/")).partition(
+                "/"
+            )
             source = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
         else:
             reference, _, path = rest.partition("#")
@@ -119,16 +125,21 @@ def model_mount(service: VLMService) -> ModelMount:
             mount={"name": "triptych-model", "mountPath": MODEL_PATH, "readOnly": True},
             volume={"name": "triptych-model", **source},
         )
-    secret = model.credentials_secret_ref
-    token: Part = {"name": "HF_TOKEN"}
-    if secret is not None:
-        token["valueFrom"] = {"secretKeyRef": {"name": secret.name, "key": "token"}}
     return ModelMount(
         args=(f"--model={model.uri}", *revision, f"--model-cache={CACHE_PATH}"),
         mount={"name": "triptych-model-cache", "mountPath": CACHE_PATH},
         volume={"name": "triptych-model-cache", "emptyDir": {}},
-        env=() if secret is None else (token,),
+        env=hub_token(service),
     )
+
+
+def hub_token(service: VLMService) -> tuple[Part, ...]:
+    """Return the variable with the token of the hub; empty without a Secret."""
+    secret = service.spec.model.credentials_secret_ref
+    if secret is None:
+        return ()
+    reference = {"name": secret.name, "key": "token"}
+    return ({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}},)
 
 
 @dataclasses.dataclass(frozen=True)

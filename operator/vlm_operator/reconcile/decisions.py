@@ -26,6 +26,7 @@ from vlm_operator.plan.children import Plan, plan
 from vlm_operator.plan.deployments import Options as PlanOptions
 from vlm_operator.pods.worker import place
 from vlm_operator.rollout.drain import PodPatch, plan_drain
+from vlm_operator.rollout.hold import hold
 from vlm_operator.rollout.replica_counts import surge_limits
 from vlm_operator.rollout.revisions import (
     current_revisions,
@@ -36,6 +37,7 @@ from vlm_operator.rollout.revisions import (
 from vlm_operator.rollout.steps import Step, next_step
 from vlm_operator.rollout.target import RolloutTarget, Sizes, select_target, sizes
 from vlm_operator.state import DeploymentState, Key, Observed, Revision
+from vlm_operator.state.downloads import DownloadState, download_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,8 @@ class TurnPlan:
         pool_replicas: replica counts that the autoscaler writes into VLMPools.
         identities: role and issuer of the certificates that pods use.
         draining: names of pods that accept no new requests and finish the running ones.
+        download: the download of the model; None without `model.cache`.
+        held: whether the rollout waits for it.
     """
 
     service: VLMService
@@ -85,6 +89,8 @@ class TurnPlan:
     pool_replicas: Mapping[Role, int]
     identities: frozenset[tuple[Role, str]]
     plan: Plan
+    download: DownloadState | None = None
+    held: bool = False
 
     @property
     def asleep(self) -> bool:
@@ -139,16 +145,27 @@ def plan_turn(
         progressed=progressed,
         now=observed.now,
     )
+    download = download_state(service, observed)
+    held = None
+    if download is not None and not download.complete:
+        held = hold(rollout_target, deployments)
+    if held is not None:
+        rollout_target = held.target
     sizing = _size(service, observed, rollout_target, memory, options.constants)
     decisions = sizing.outcome.decisions
     stopped = service.spec.stopped
+    none = stopped or (held is not None and held.empty)
     desired = {role: 0 if stopped else item.to for role, item in decisions.items()}
     target = {
-        (role, variant.name): 0 if stopped else decisions[role].variants.get(variant.name, 0)
+        (role, variant.name): 0 if none else decisions[role].variants.get(variant.name, 0)
         for role, pool in service.spec.pools.present.items()
         for variant in pool.variants
     }
-    step = _next_step(service, observed, rollout_target, target, options.spare_seconds)
+    front = 0 if none else service.spec.gateway.replicas
+    step = _next_step(service, observed, rollout_target, target, front, options.spare_seconds)
+    if held is not None and download is not None and not stopped:
+        waiting = f"waits for the model, which Job {download.name} downloads"
+        step = dataclasses.replace(step, waiting=waiting)
     replicas, pod_patches, draining = _bounded_by_drains(service, observed, deployments, step)
     return TurnPlan(
         service=service,
@@ -171,6 +188,8 @@ def plan_turn(
             step=step,
             options=options.plan,
         ),
+        download=download,
+        held=held is not None,
     )
 
 
@@ -263,11 +282,14 @@ def _next_step(
     observed: Observed,
     rollout_target: RolloutTarget,
     target: Sizes,
+    front: int,
     unschedulable_timeout: float,
 ) -> Step:
-    """Decide the next step of the rollout; `target` are the replicas of the pools after it."""
+    """Decide the next step of the rollout.
+
+    `target` are the replicas of the pools after it, `front` those of the gateway.
+    """
     live = observed.deployments()
-    front = 0 if service.spec.stopped else service.spec.gateway.replicas
     whole = sizes(rollout_target.goals, {**target, (Role.GATEWAY, ""): front}, live)
     gateways = collections.Counter(
         pod.compat for pod in observed.pods if pod.role is Role.GATEWAY and not pod.finished

@@ -38,6 +38,7 @@ from vlm_operator.reconcile.tracking import Tracker
 from vlm_operator.reconcile.writing import ExecutionResult, execute
 from vlm_operator.scrape import Scraper
 from vlm_operator.state import Observed
+from vlm_operator.state.downloads import download_state
 from vlm_operator.state.identities import IdentityState
 from vlm_operator.status.build import build_status
 from vlm_operator.status.classes import class_uses
@@ -46,6 +47,7 @@ from vlm_operator.status.inputs import Failure, StatusInputs
 from vlm_operator.status.refused import refusal, refused_status
 
 DRAIN_TICK_SECONDS = 1.0
+DOWNLOAD_TICK_SECONDS = 5.0
 WAKE_TICK_SECONDS = 1.0  # while gateways may queue requests for a pool with zero replicas
 
 
@@ -306,10 +308,11 @@ class ServiceReconciler:
             # without new requests the window only moves; an unchanged slo avoids a write
             self._slo = estimate.attributions
         gateway = turn_plan.service.spec.gateway
+        observed = turn.observed.with_children(done.answers)
         return StatusInputs(
             written=turn.written,
             service=turn_plan.service,
-            observed=turn.observed.with_children(done.answers),
+            observed=observed,
             revisions=turn_plan.revisions,
             policy=turn_plan.sizing.policy,
             outcome=turn_plan.sizing.outcome,
@@ -327,12 +330,17 @@ class ServiceReconciler:
             failure=done.failure,
             pending=done.pending,
             identity=self._identity,
+            download=download_state(turn_plan.service, observed),
+            held=turn_plan.held,
         )
 
     def _next(self, turn_plan: TurnPlan) -> dict[Cause, float]:
         if turn_plan.draining:
             return {Cause.DRAIN: DRAIN_TICK_SECONDS}
         tick = float(turn_plan.service.spec.autoscaling.interval_seconds)
+        download = turn_plan.download
+        if download is not None and not download.complete and download.failed is None:
+            tick = min(tick, DOWNLOAD_TICK_SECONDS)
         if turn_plan.asleep and tick > WAKE_TICK_SECONDS:
             return {Cause.WAKE: WAKE_TICK_SECONDS}
         return {Cause.TICK: tick}

@@ -205,6 +205,8 @@ def _base_inputs(written: VLMService, service: VLMService) -> dict[str, Any]:
     model = _as_stored(spec.model.to_dict())
     for live in ("limits", "servedName"):
         model.pop(live, None)
+    if "cache" in model:
+        model["cache"].pop("podTemplate")  # of the Job, not of the pods
     return {
         "model": model,
         "image": spec.image,

@@ -161,8 +161,13 @@ def _rolled_back(
         if before is None:
             continue
         members = [item for item in old if item.compat == before and not item.failed]
-        return {(item.role, item.variant): _goal(item) for item in _newest(members)}
+        return newest_goals(members)
     return goals
+
+
+def newest_goals(members: Iterable[DeploymentState]) -> dict[RoleVariant, RevisionTarget]:
+    """Return the goals that keep one set of Deployments as it is."""
+    return {(item.role, item.variant): _goal(item) for item in _newest(members)}
 
 
 def _same_compat(

@@ -3,6 +3,7 @@
 pod_stats.py    a pod's /stats                                          Sample
 cluster_view.py pods, node classes, all objects of a service            Observed
 deployments.py  revisions, and the Deployments that store them          DeploymentState, Revision
+downloads.py    the claim and the Job of a revision of the model        DownloadState
 owners.py       the owner of an object                                  owned_by, is_pod_of
 
 `observe` and `scrape` build these values.

@@ -75,6 +75,7 @@ class PodState:
             condition.
         containers: init containers first.
         unscheduled: the scheduler's message while the pod has no node; "" otherwise.
+        claims: names of the claims that it mounts.
     """
 
     name: str
@@ -101,6 +102,7 @@ class PodState:
     scheduled_since: float | None = None
     containers: tuple[ContainerState, ...] = ()
     unscheduled: str = ""
+    claims: frozenset[str] = frozenset()
 
     @property
     def waiting_since(self) -> float:
@@ -153,6 +155,54 @@ class PodState:
 
 
 @dataclasses.dataclass(frozen=True)
+class DownloadProgress:
+    """How far a download is, as its pod reports it.
+
+    Attributes:
+        num_bytes: bytes that are downloaded, or checked if `checking`.
+        total_bytes: bytes of the model; 0 while its files are listed.
+        checking: whether the files are complete and their hashes are compared.
+        seconds_left: time until all is downloaded; None if it is unknown.
+    """
+
+    num_bytes: int
+    total_bytes: int
+    checking: bool = False
+    seconds_left: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DownloadPod:
+    """One pod of a Job that downloads a model.
+
+    Attributes:
+        job: name of the Job.
+        created: seconds since the epoch.
+        finished: the pod's phase is Succeeded or Failed.
+        blocked: the cause that keeps it from running, or of its failure; "" if none is known.
+        error: the last error of its output, with the fix after "; "; "" if it has none.
+        started: its image is present and its process ran at least once.
+        unscheduled: the scheduler's message while the pod has no node; "" otherwise.
+        progress: the pod's own report; None if it gave none.
+    """
+
+    name: str
+    uid: str
+    job: str
+    created: float
+    ip: str | None = None
+    scheduled: bool = False
+    started: bool = False
+    deleting: bool = False
+    finished: bool = False
+    failed: bool = False
+    blocked: str = ""
+    error: str = ""
+    unscheduled: str = ""
+    progress: DownloadProgress | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class NodeClassState:
     """The fields of a VLMNodeClass that decisions need.
 
@@ -189,6 +239,7 @@ class Observed:
         now: seconds since the epoch at which the read began.
         foreign: objects, pods included, that carry the service's label but belong to another owner,
             by kind and name. Decisions ignore them.
+        downloads: pods of the service's Jobs.
     """
 
     service: Manifest | None
@@ -198,6 +249,7 @@ class Observed:
     samples: Mapping[str, Sample]
     now: float
     foreign: Mapping[tuple[str, str], Manifest] = dataclasses.field(default_factory=dict)
+    downloads: tuple[DownloadPod, ...] = ()
 
     def of(self, role: Role) -> tuple[PodState, ...]:
         """Return all pods of a role that have not ended, oldest first."""

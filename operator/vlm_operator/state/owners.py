@@ -3,6 +3,8 @@
 VLMService ◀─ controller, by uid ─ child
 Deployment ◀─ controller, by name ─ ReplicaSet DEPLOYMENT-HASH ◀─ controller ─ Pod
 
+VLMService ◀─ controller, by uid ─ Job ◀─ controller, by name ─ Pod
+
 Any user can set a label, so labels prove no ownership. A pod names its ReplicaSet. The name of a
 ReplicaSet is that of its Deployment plus the pod's `pod-template-hash`. Garbage collection deletes
 a pod if no owner has that name and uid. So the name suffices, and the operator watches no
@@ -57,6 +59,18 @@ def is_pod_of(
     if deployment in ours:
         return True
     return deployment not in foreign and deployment in _deployment_names(service, meta["labels"])
+
+
+def is_download_of(pod: Mapping[str, Any], service: str, *, foreign: Collection[str]) -> bool:
+    """Whether a pod belongs to a Job that downloads a model for a service.
+
+    Pods of a Job that was just deleted still belong to it. `foreign` are the names of Jobs that
+    carry the service's labels and that it does not control.
+    """
+    owner, labels = controller(pod), pod["metadata"].get("labels", {})
+    if owner is None or owner.get("kind") != "Job" or owner.get("name") in foreign:
+        return False
+    return owner.get("name") == names.model_claim(service, labels.get(names.LABEL_MODEL, ""))
 
 
 def parted(

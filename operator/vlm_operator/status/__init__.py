@@ -2,6 +2,7 @@
 
 inputs.py      inputs from one turn                                  StatusInputs, Failure
 causes.py      why pods do not serve: table of causes, fixes         POD_CAUSES, Problem
+model.py       whether the model is in its claim                     model_ready
 progress.py    whether the service makes progress                    Progress, update_progress
 readiness.py   readiness of roles, with the blocking cause           examined
 conditions.py  all conditions, in reading order                      condition_states

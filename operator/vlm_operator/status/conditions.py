@@ -2,6 +2,7 @@
 
 Accepted       the operator can act on the manifest
 <role>Ready    `readiness.py`
+ModelReady     `model.py`
 ScalingActive, MetricsAvailable, CapacitySufficient, SLOAttainable    sizes and load
 kstatus reads:
 Stalled        a user must act: a refusal, a cause past its delay, no progress until the deadline
@@ -18,6 +19,7 @@ from typing import Any
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
+from vlm_operator.api.status import ConditionType
 from vlm_operator.autoscale.explain import beyond, remedy
 from vlm_operator.autoscale.outcome import Attribution, Bound, Reason
 from vlm_operator.cluster import timestamp
@@ -26,6 +28,7 @@ from vlm_operator.state import Manifest
 from vlm_operator.state.identities import first_to_expire
 from vlm_operator.status.causes import Problem, sentence, split
 from vlm_operator.status.inputs import ConditionReason, ConditionState, StatusInputs
+from vlm_operator.status.model import download_problem, model_ready
 from vlm_operator.status.progress import deadline_seconds
 from vlm_operator.status.readiness import (
     READY_NAMES,
@@ -56,6 +59,8 @@ def condition_states(view: StatusInputs) -> Iterator[ConditionState]:
     yield scaling(view)
     yield metrics(view)
     yield capacity(view)
+    if (model := model_ready(view)) is not None:
+        yield model
     if (issued := certificates(view)) is not None:
         yield issued
     if (slo := attainable(view)) is not None:
@@ -120,6 +125,8 @@ def ready(view: StatusInputs) -> ConditionState:
         if not state_of_role.status:
             if failure is not None and not view.observed.of(role):
                 return state(False, failure.reason, failure.message)
+            if state_of_role.reason == ConditionReason.WAITS_FOR_MODEL:
+                return waits_for_model(view, "Ready", status=False)
             return state(False, state_of_role.reason, state_of_role.message)
     model = view.service.spec.model.served_name
     return state(True, "Serving", f"{model} is served at {view.url}")
@@ -138,6 +145,8 @@ def rollout(view: StatusInputs) -> ConditionState:
         return state(False, "Stopped", "spec.stopped is set")
     if step.failure and not step.done:
         return state(False, ConditionReason.DEADLINE_EXCEEDED, failed(view))
+    if view.held and not late(view):
+        return waits_for_model(view, "RolloutProgressing", status=True)
     if step.done and (view.settled or reached(view)):
         return state(False, "Complete", "every role serves pods of the newest revision")
     if late(view):
@@ -149,6 +158,16 @@ def rollout(view: StatusInputs) -> ConditionState:
     if step.over_budget:
         return state(True, ConditionReason.NO_SPARE, sentence(step.waiting, "raise spec.budget"))
     return state(True, "Progressing", step.waiting)
+
+
+def waits_for_model(
+    view: StatusInputs, kind: ConditionType, *, status: bool | None
+) -> ConditionState:
+    """Return a condition whose cause is the download of the model."""
+    model = model_ready(view)
+    assert model is not None, "only the download of a model holds a rollout"
+    message = f"waits for the model: {model.message}"
+    return ConditionState(kind, status, ConditionReason.WAITS_FOR_MODEL, message)
 
 
 def failed(view: StatusInputs) -> str:
@@ -175,6 +194,8 @@ def reconciling(view: StatusInputs) -> ConditionState:
         return state(True, failure.reason, failure.message)
     if view.service.spec.stopped and not ready(view).status:
         return state(True, "Stopping", ready(view).message)
+    if view.held and not view.service.spec.stopped:
+        return waits_for_model(view, "Reconciling", status=True)
     if not view.service.spec.stopped and not (view.step.done and (view.settled or reached(view))):
         return state(True, "Progressing", view.step.waiting or ready(view).message)
     return state(False, "Settled", "this generation is reached")
@@ -193,6 +214,9 @@ def stalled(view: StatusInputs) -> ConditionState:
             message = sentence("spec.paused is set and the plan differs", "unset spec.paused")
             return state(True, "Paused", message)
         return NOT_STALLED
+    download = download_problem(view)
+    if download is not None and download.needs_user(view.observed.now):
+        return state(True, download.reason, download.message)
     lasting = lasting_problem(view)
     if lasting is not None:
         return state(True, lasting.reason, lasting.message)
@@ -232,7 +256,9 @@ def late(view: StatusInputs) -> bool:
 def _overdue(view: StatusInputs) -> str:
     deadline = view.service.spec.rollout.progress_deadline_seconds
     what = ready(view).message
-    if all_serve(view):
+    if view.held:
+        what = waits_for_model(view, "Stalled", status=True).message
+    elif all_serve(view):
         spare = _spare(view)
         what = view.step.waiting + (f": {spare.message}" if spare else "")
     fix = "" if split(what)[1] else where_to_look(view)

@@ -81,6 +81,8 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
         and now["ScalingActive"]["reason"] == Reason.SCALING_CONFLICT
     ):
         yield Event("ScalingConflict", message("ScalingActive"))
+    if turned("ModelReady", "True"):
+        yield Event("ModelDownloaded", message("ModelReady"))
     if turned("CertificatesReady", "False"):
         yield Event("CertificateFailed", message("CertificatesReady"))
     if turned("SLOAttainable", "False"):
@@ -92,7 +94,8 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
         yield Event("ScaleLimited", message("ScalingActive"))
     moving = [
         which.get("RolloutProgressing", {}).get("status") == "True"
-        and which["RolloutProgressing"]["reason"] != ConditionReason.STARTING
+        and which["RolloutProgressing"]["reason"]
+        not in (ConditionReason.STARTING, ConditionReason.WAITS_FOR_MODEL)
         for which in (was, now)
     ]
     if moving == [False, True]:

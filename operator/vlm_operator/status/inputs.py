@@ -15,6 +15,7 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 from vlm_operator.rollout.steps import Step
 from vlm_operator.state import Observed, PodState, Revision, Sample
+from vlm_operator.state.downloads import DownloadState
 from vlm_operator.state.identities import IdentityState
 from vlm_operator.status.causes import Problem
 
@@ -37,6 +38,8 @@ class ConditionReason(enum.StrEnum):
     LIMITED = "Limited"
     ROLLED_BACK = "RolledBack"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    DOWNLOAD_FAILED = "DownloadFailed"
+    WAITS_FOR_MODEL = "WaitsForModel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,8 @@ class StatusInputs:
         problems: problems by role, worst first; `examined` sets it.
         pending: whether the plan of a paused service differs from its children.
         identity: the certificates of the pods.
+        download: the download of the model; None without `model.cache`.
+        held: whether the rollout waits for it.
     """
 
     written: VLMService
@@ -108,6 +113,8 @@ class StatusInputs:
     pending: bool = False
     identity: IdentityState = dataclasses.field(default_factory=IdentityState)
     problems: Mapping[Role, tuple[Problem, ...]] = dataclasses.field(default_factory=dict)
+    download: DownloadState | None = None
+    held: bool = False
 
     @property
     def decisions(self) -> Mapping[Role, Decision]:

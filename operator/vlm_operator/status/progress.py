@@ -10,12 +10,14 @@ A pod that crashes and restarts exceeds no earlier maximum, so it is no progress
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 
 from vlm_operator.cluster import epoch_seconds
 from vlm_operator.pods.parts import start_seconds
 from vlm_operator.state import Manifest
+from vlm_operator.state.downloads import DownloadState
 from vlm_operator.status.inputs import StatusInputs
 
 MIN_START_SECONDS = 600.0
@@ -81,6 +83,8 @@ def deadline_seconds(view: StatusInputs) -> float:
     start time, but at least `MIN_START_SECONDS`; without a measured start, it is
     `model.startTimeoutSeconds`. A deadline below `MIN_START_SECONDS` is never extended.
     """
+    if view.held and view.download is not None:
+        return _download_deadline(view.download, view)
     unmeasured = float(start_seconds(view.service))
     deadline = float(view.service.spec.rollout.progress_deadline_seconds)
     loading = [
@@ -99,6 +103,26 @@ def deadline_seconds(view: StatusInputs) -> float:
     limits = [measured.get((pod.role, pod.variant)) for pod in loading]
     starts = (unmeasured if item is None else max(MIN_START_SECONDS, 2 * item) for item in limits)
     return max(deadline, *starts)
+
+
+def _download_deadline(download: DownloadState, view: StatusInputs) -> float:
+    """Return the deadline of a download; a pod that runs and reports nothing has none."""
+    silent = any(pod.started and pod.progress is None for pod in download.running)
+    return math.inf if silent else float(view.service.spec.rollout.progress_deadline_seconds)
+
+
+def _download_counts(download: DownloadState) -> dict[str, int]:
+    reports = [pod.progress for pod in download.pods if pod.progress is not None]
+    return {
+        "model bound": int(download.claim_phase == "Bound"),
+        "model scheduled": sum(pod.scheduled for pod in download.pods),
+        "model pulled": sum(pod.started for pod in download.pods),
+        "model MiB": max((item.num_bytes >> 20 for item in reports), default=0),
+        "model checked MiB": max(
+            (item.num_bytes >> 20 for item in reports if item.checking), default=0
+        ),
+        "model complete": int(download.complete),
+    }
 
 
 _PERCENT = re.compile(r"(\d{1,3})(?:\.\d+)? ?%")
@@ -131,7 +155,7 @@ def _shares(role: str, messages: Iterable[str]) -> dict[str, int]:
 
 
 def _counts(view: StatusInputs) -> dict[str, int]:
-    counts = {"old": 0}
+    counts = {"old": 0} | (_download_counts(view.download) if view.download else {})
     for role in {pod.role for pod in view.observed.pods}:
         pods = view.aimed(role)
         samples = [item for pod in pods if (item := view.observed.samples.get(pod.uid))]

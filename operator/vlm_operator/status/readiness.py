@@ -27,7 +27,7 @@ from vlm_operator.status.causes import (
     references,
     refused_pods,
 )
-from vlm_operator.status.inputs import ConditionState, StatusInputs
+from vlm_operator.status.inputs import ConditionReason, ConditionState, StatusInputs
 from vlm_operator.status.progress import steady
 
 READY_NAMES: Mapping[Role, ConditionType] = {
@@ -143,6 +143,8 @@ def _blocking(view: StatusInputs, role: Role) -> tuple[str, str]:
     """Return reason and message of the worst problem, else of the oldest pod that is not ready."""
     for problem in problems(view, role):
         return problem.reason, problem.message
+    if view.held and not view.observed.of(role):
+        return ConditionReason.WAITS_FOR_MODEL, "no pod runs before the model is downloaded"
     if view.failure is not None and not view.observed.of(role):
         return "NotCreated", "no pod is created, because of " + view.failure.reason
     waiting = [pod for pod in view.observed.of(role) if not pod.ready and not pod.draining]

@@ -116,6 +116,8 @@ async def world(api: Any, add_service: Any) -> AsyncIterator[Canaries]:
         f"{NAMESPACE}/services",
         "/apis/networking.k8s.io/v1/namespaces/vision/networkpolicies",
         "/apis/policy/v1/namespaces/vision/poddisruptionbudgets",
+        "/apis/batch/v1/namespaces/vision/jobs",
+        f"{NAMESPACE}/persistentvolumeclaims",
     ):
         api.add(path, {"metadata": named("demo-decode"), "spec": {}})
     api.add(
@@ -200,6 +202,7 @@ async def test_the_archive_has_what_a_report_needs(
         "deployments/demo-decode.yaml",
         "doctor.txt",
         "events.yaml",
+        "jobs/demo-decode.yaml",
         "logs/demo-decode-0/worker.log",
         "logs/demo-decode-0/worker.previous.log",
         "logs/demo-gateway-0/worker.log",
@@ -209,6 +212,7 @@ async def test_the_archive_has_what_a_report_needs(
         "operator/deployments/triptych-operator.yaml",
         "operator/logs/triptych-operator-0/worker.log",
         "operator/pods/triptych-operator-0.yaml",
+        "persistentvolumeclaims/demo-decode.yaml",
         "poddisruptionbudgets/demo-decode.yaml",
         "pods/demo-decode-0.yaml",
         "pods/demo-gateway-0.yaml",

@@ -180,6 +180,33 @@ def test_a_hub_model_may_come_from_the_internet_of_both_families_and_from_named_
     assert not allowed(named, decode, End("other", {}, "", "10.8.0.7"), 443)
 
 
+CACHED = {"uri": "hf://org/name", "revision": "a" * 40, "cache": {"claim": {"size": "1Gi"}}}
+
+
+def test_with_a_cache_only_the_pods_of_its_job_reach_the_hub():
+    ends = {role: pod(role) for role in ("encoder", "decode", "gateway")}
+    job = pod(names.MODEL_PART)
+    spec = service(body({"model": CACHED}, encoder=pool(), decode=pool()))
+    policies = network_policies(spec, Network(OPERATOR))
+    internet, operator = OUTSIDE["internet"], OUTSIDE["operator"]
+    assert not allowed(policies, ends["decode"], internet, 443)
+    assert allowed(policies, job, internet, 443)
+    assert allowed(policies, job, OUTSIDE["dns"], 53)
+    for port in (80, 9000):
+        assert not allowed(policies, job, internet, port)
+    for end in ends.values():
+        assert not any(allowed(policies, job, end, port) for port in (9000, 9001, 9002))
+        assert not any(allowed(policies, end, job, port) for port in (9000, 9001, 9002))
+    assert allowed(policies, operator, job, 9001)
+    assert not allowed(policies, OUTSIDE["stranger"], job, 9001)
+
+
+def test_pods_that_download_keep_their_way_to_the_hub_while_they_live():
+    spec = service(body({"model": CACHED}, decode=pool()))
+    policies = network_policies(spec, Network(OPERATOR), live_downloads=True)
+    assert allowed(policies, pod("decode"), OUTSIDE["internet"], 443)
+
+
 def test_a_cluster_may_go_without_policies():
     assert network_policies(service(body()), Network(OPERATOR, policies=False)) == {}
 

@@ -188,9 +188,11 @@ def _toleration(spec: Spec) -> Spec:
 
 def _model(spec: Spec) -> Spec:
     spec = _without("kvCacheDtype")(spec) if spec.get("kvCacheDtype") == "FP8" else spec
-    remote = "credentialsSecretRef" in spec or "revision" in spec
+    remote = "credentialsSecretRef" in spec or "revision" in spec or "cache" in spec
     if not remote:
         return {**spec, "uri": "pvc://shapes"}
+    if "cache" in spec:
+        spec = {**spec, "revision": "8f4592b9a2fd38cf9d2e9f6ae45a0a4cdd5a4d3f"}
     return {**spec, "uri": "hf://org/name", "revision": spec.get("revision", "abc")}
 
 

@@ -18,7 +18,7 @@ from support.fakes.stored import Stored
 from vlm_operator.cluster import KINDS, Kind, Manifest, kind_of
 from vlm_operator.errors import ClusterError, ConflictError, DiffersError, NamespaceEndsError
 
-_STATUS = {"VLMService", "VLMPool", "Pod", "Deployment"}
+_STATUS = {"VLMService", "VLMPool", "Pod", "Deployment", "PersistentVolumeClaim", "Job"}
 Key = tuple[str, str, str]  # kind, namespace, name
 
 

@@ -33,6 +33,8 @@ def run_controllers(
     for deployment in cluster.all(DEPLOYMENT):
         _scale(cluster, deployment)
     for pod in cluster.all(POD):
+        if pod["metadata"].get("ownerReferences", [{}])[0].get("kind") == "Job":
+            continue  # `run_downloads` runs it
         if start is True or (start is not False and start(pod)):
             _run(cluster, pod, crash=crash(pod))
     for deployment in cluster.all(DEPLOYMENT):
