@@ -24,7 +24,9 @@ from vlm_operator.state import Observed
 Rule = dict[str, Any]
 
 NODE_LOCAL_DNS = "169.254.20.10/32"
-# All addresses except private ranges and link-local ones (metadata services of nodes).
+# All addresses except private ranges, link-local ones (metadata services of nodes), and IPv4
+# addresses in IPv6 notation: the API server reads ::ffff:0:0/96 as IPv4 and refuses it, so ::/32
+# stands for it.
 _INTERNET: tuple[Rule, ...] = (
     {
         "ipBlock": {
@@ -32,7 +34,7 @@ _INTERNET: tuple[Rule, ...] = (
             "except": ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"],
         }
     },
-    {"ipBlock": {"cidr": "::/0", "except": ["fc00::/7", "fe80::/10", "::ffff:0:0/96"]}},
+    {"ipBlock": {"cidr": "::/0", "except": ["fc00::/7", "fe80::/10", "::/32"]}},
 )
 
 

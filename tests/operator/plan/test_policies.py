@@ -180,6 +180,23 @@ def test_a_hub_model_may_come_from_the_internet_of_both_families_and_from_named_
     assert not allowed(named, decode, End("other", {}, "", "10.8.0.7"), 443)
 
 
+def test_the_api_server_takes_every_block_of_addresses():
+    """It reads ::ffff:0:0/96 as IPv4, which is no part of ::/0."""
+    model = {"uri": "hf://org/name", "revision": "abc"}
+    policies = network_policies(service(body({"model": model})), Network(OPERATOR))
+    peers = [peer for spec in policies.values() for r in spec["egress"] for peer in r.get("to", ())]
+    blocks = [peer["ipBlock"] for peer in peers if "ipBlock" in peer]
+    inner = [(block["cidr"], item) for block in blocks for item in block.get("except", ())]
+    assert inner
+    for outer, item in inner:
+        one, other = ipaddress.ip_network(outer), ipaddress.ip_network(item)
+        assert one.version == other.version
+        assert one.prefixlen < other.prefixlen
+        assert one.supernet_of(other)
+        if isinstance(other, ipaddress.IPv6Network):
+            assert other.network_address.ipv4_mapped is None
+
+
 CACHED = {"uri": "hf://org/name", "revision": "a" * 40, "cache": {"claim": {"size": "1Gi"}}}
 
 
