@@ -1,4 +1,7 @@
-"""Previews a rollout without a cluster: the operator's turns, with pods ready at once. Pure."""
+"""Previews a rollout without a cluster: the operator's turns, with pods ready at once. Pure.
+
+Jobs are complete at once, too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Mapping
 from vlm_operator import names
 from vlm_operator.api import VLMService
 from vlm_operator.autoscale.decide import Memory
-from vlm_operator.cluster import DEPLOYMENT, Manifest
+from vlm_operator.cluster import DEPLOYMENT, JOB, Manifest
 from vlm_operator.names import Role
 from vlm_operator.plan.children import replicas_apply
 from vlm_operator.reconcile.decisions import Options, TurnPlan, plan_turn
@@ -55,7 +58,8 @@ def preview(
         SpecError: a manifest is invalid with these node classes.
     """
     observed = _empty(node_classes)
-    observed = _applied(plan_turn(old, observed, Memory(), options=options), observed)
+    for _ in range(2 if old.spec.model.cache else 1):  # the first turn of a cache downloads
+        observed = _applied(plan_turn(old, observed, Memory(), options=options), observed)
     # an update of the same object, so that its children keep their names
     new = new.model_copy(update={"name": old.name, "namespace": old.namespace})
     rows: list[Row] = []
@@ -93,8 +97,8 @@ def _objects(turn_plan: TurnPlan) -> list[Manifest]:
 
 
 def _applied(turn_plan: TurnPlan, observed: Observed) -> Observed:
-    """Return the view after a plan is applied and all of its pods are ready."""
-    children: dict[tuple[str, str], Manifest] = {}
+    """Return the view after a plan is applied, its pods are ready and its Jobs are complete."""
+    children = {key: observed.children[key] for key in turn_plan.plan.kept}
     for item in _objects(turn_plan):
         key = (item["kind"], item["metadata"]["name"])
         if item["kind"] == names.KIND_POOL and "replicas" not in item["spec"]:
@@ -103,6 +107,8 @@ def _applied(turn_plan: TurnPlan, observed: Observed) -> Observed:
             count = item["spec"]["replicas"]
             item["status"] = dict.fromkeys(("replicas", "readyReplicas"), count)
             item["status"]["availableReplicas"] = count
+        if item["kind"] == JOB.kind:
+            item["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
         children[key] = item
     return dataclasses.replace(observed, children=children)
 

@@ -86,6 +86,7 @@ class NodeAgent:
             version=build.KUBERNETES_VERSION,
             pki=folder / "pki",
             folder=folder / "pods" / self._name,
+            volumes=folder / "volumes",
             node_types=self._node_types,
             images=self._images,
             environment=container_environment(

@@ -28,6 +28,7 @@ from .pod import Pod
 from .process import no_identities
 from .runs import Machine
 from .script import ScriptedPod
+from .storage import Storage
 
 logger = logging.getLogger(__name__)
 KUBELET_PORT = 10250
@@ -48,6 +49,7 @@ class AgentConfig:
         version: version of Kubernetes, which the nodes report as their own.
         pki: folder of the cluster's CA.
         folder: folder for the files of pods. The caller removes it.
+        volumes: folder for the volumes of claims. They outlive the agent.
         images: command of each image name.
         environment: environment of every container.
     """
@@ -56,6 +58,7 @@ class AgentConfig:
     version: str
     pki: Path
     folder: Path
+    volumes: Path
     node_types: Sequence[NodeType]
     images: Images
     environment: Mapping[str, str]
@@ -71,7 +74,7 @@ class AgentConfig:
         types = [
             NodeType(**{**one, "taints": tuple(one["taints"])}) for one in fields["node_types"]
         ]
-        places = {name: Path(fields[name]) for name in ("pki", "folder")}
+        places = {name: Path(fields[name]) for name in ("pki", "folder", "volumes")}
         backoff = Backoff(**fields["backoff"])
         return cls(**{**fields, **places, "node_types": types, "backoff": backoff})
 
@@ -86,6 +89,7 @@ class Agent:
         self._no_identities = no_identities()
         self._nodes: list[Node] = []
         self._machine: Machine | None = None
+        self._storage: Storage | None = None
 
     async def run(self) -> None:
         """Register the nodes and run the pods that are bound to them, until cancelled."""
@@ -109,6 +113,8 @@ class Agent:
                 async with asyncio.TaskGroup() as group:
                     for node in self._nodes:
                         group.create_task(node.run())
+                    if self._storage is not None:
+                        group.create_task(self._storage.run())
         finally:
             self._cgroups.close()
 
@@ -123,8 +129,15 @@ class Agent:
         sockets = [self._addresses.node_socket(index) for index in real]
         api = KubeletApi(self._find_pod)
         await stack.enter_async_context(api.serve(sockets, server_context(authority, pair)))
+        if real:  # nodes without processes mount nothing
+            client = self._client(authority, "triptych-storage", group="system:masters")
+            volumes = await stack.enter_async_context(client)
+            self._storage = Storage(volumes, self._config.volumes)
         for index, (node_type, name) in enumerate(wanted):
-            client = await stack.enter_async_context(self._client(authority, name))
+            user = f"system:node:{name}"
+            client = await stack.enter_async_context(
+                self._client(authority, user, group="system:nodes")
+            )
             node = Node(
                 name,
                 node_type,
@@ -136,9 +149,9 @@ class Agent:
             )
             self._nodes.append(node)
 
-    def _client(self, authority: Authority, node: str) -> Client:
-        """Return a client with the node's own identity, which may read only what its pods need."""
-        pair = authority.issue(f"system:node:{node}", groups=["system:nodes"])
+    def _client(self, authority: Authority, user: str, *, group: str) -> Client:
+        """Return a client with an own identity; a node's may read only what its pods need."""
+        pair = authority.issue(user, groups=[group])
         return Client(
             Access(
                 self._config.server,

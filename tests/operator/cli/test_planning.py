@@ -72,6 +72,20 @@ async def test_a_pool_that_leaves_goes_when_its_receiver_is_ready(write, capsys)
     assert sizes[-1] == (0, 1)
 
 
+async def test_another_revision_waits_for_its_download_first(write, capsys):
+    def cached(revision: str) -> dict[str, Any]:
+        cache = {"claim": {"size": "1Gi"}}
+        model = {"uri": "hf://org/name", "revision": revision * 40, "cache": cache}
+        return body({"model": model}, decode=pool(2))
+
+    rows = await steps(write("old", cached("a")), write("new", cached("b")), capsys)
+    assert rows[0]["roles"]["decode"] == {"old": 2, "new": 0}
+    assert rows[0]["waitsFor"].startswith("waits for the model, which Job demo-model-")
+    assert rows[1]["roles"]["decode"] == {"old": 2, "new": 1}
+    assert rows[-1]["roles"]["decode"] == {"old": 0, "new": 2}
+    assert rows[-1]["waitsFor"] == ""
+
+
 def _old(row: dict[str, Any], role: str) -> int:
     return int(row["roles"].get(role, {"old": 0})["old"])
 
