@@ -38,7 +38,7 @@ class Count(NamedTuple):
 # and says why.
 LIMITS = {
     "worker": Count(lines=33_850, single_importers=38, short_files=16),
-    "operator": Count(lines=38_750, single_importers=47, short_files=32),
+    "operator": Count(lines=40_500, single_importers=53, short_files=33),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 

@@ -95,6 +95,24 @@ def test_only_children_of_services_are_created_changed_and_deleted(cluster: Cont
     assert "that a VLMService owns" in deleted.stderr
 
 
+def claim(*owners: dict[str, Any]) -> dict[str, Any]:
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    return {**config_map("model", *owners), "kind": "PersistentVolumeClaim", "spec": spec}
+
+
+def job(*owners: dict[str, Any]) -> dict[str, Any]:
+    containers = [{"name": "fetch", "image": "x:1"}]
+    template = {"spec": {"restartPolicy": "Never", "containers": containers}}
+    made = {**config_map("model", *owners), "kind": "Job", "spec": {"template": template}}
+    return {**made, "apiVersion": "batch/v1"}
+
+
+@pytest.mark.parametrize("make", [claim, job])
+def test_only_claims_and_jobs_of_services_are_created(cluster: ControlPlane, make: Any):
+    assert create(cluster, make(OWNER)).returncode == 0
+    assert "that a VLMService owns" in create(cluster, make()).stderr
+
+
 def test_the_deletion_cost_and_the_gate_of_its_pods_are_written(cluster: ControlPlane):
     for change in ({"metadata": {"annotations": {COST: "-1"}}}, {"metadata": {"annotations": {}}}):
         assert patch(cluster, "own", change) == ""

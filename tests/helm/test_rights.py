@@ -38,6 +38,7 @@ SERVICE = {
         "rollout": {"strategy": "Recreate"},
     },
 }
+CACHED = {"uri": "hf://org/name", "cache": {"claim": {"size": "1Gi"}}}
 CLASS = {
     "apiVersion": "triptych.dev/v1alpha1",
     "kind": "VLMNodeClass",
@@ -144,6 +145,11 @@ async def test_no_right_is_missing_and_none_is_unused(
         text = installed.kubectl("-n", NAMESPACE, "get", kind, "-o", "name").stdout
         return len(text.split()) == count
 
+    async def fetches(revision: str) -> bool:
+        text = installed.kubectl("-n", NAMESPACE, "get", "jobs", "-o", "json").stdout
+        jobs = json.loads(text)["items"]
+        return len(jobs) == 1 and revision in json.dumps(jobs)
+
     async def classed() -> bool:
         text = installed.kubectl("get", "vlmnc", "rights", "-o", "jsonpath={.status.nodes}").stdout
         return text == "0"
@@ -165,6 +171,14 @@ async def test_no_right_is_missing_and_none_is_unused(
                 every=0.5,
                 awaited=f"the encoders' {kind} to be gone",
             )
+        for digit in ("a", "b"):  # the claim and the Job of the first are deleted for the second
+            change = json.dumps({"spec": {"model": {**CACHED, "revision": digit * 40}}})
+            merge = ("--type=merge", f"--patch={change}")
+            installed.kubectl("-n", NAMESPACE, "patch", "vlm", "demo", *merge)
+            await until(
+                lambda digit=digit: fetches(digit * 40), seconds=30, every=0.5, awaited="one Job"
+            )
+        await until(lambda: listed("pvc", 1), seconds=30, every=0.5, awaited="one claim")
         installed.kubectl("-n", NAMESPACE, "delete", "vlm", "demo", "--timeout=60s")
 
     events = requests(installed, since=since)
