@@ -102,7 +102,9 @@ class Served:
             if condition(service, "Ready").get("status") != "True":
                 return None
             every = await self.pods(leaving=True)
-            return service if all(is_ready(pod) for pod in every) else None
+            ended = ("Succeeded", "Failed")  # of the Job of model.cache
+            running = [pod for pod in every if pod["status"].get("phase") not in ended]
+            return service if all(is_ready(pod) for pod in running) else None
 
         return await found(seen, seconds=seconds, awaited=f"{self.name} to be Ready", every=0.2)
 

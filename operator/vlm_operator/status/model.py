@@ -14,7 +14,7 @@ import re
 from vlm_operator.cluster import epoch_seconds
 from vlm_operator.state.cluster_view import DownloadPod, DownloadProgress, one_line
 from vlm_operator.state.downloads import DownloadState
-from vlm_operator.status.causes import Problem, split
+from vlm_operator.status.causes import Problem
 from vlm_operator.status.inputs import ConditionReason, ConditionState, StatusInputs
 
 NO_CLASS_SECONDS = 60.0
@@ -64,8 +64,7 @@ def download_problem(view: StatusInputs) -> Problem | None:
 
 def _failed(view: StatusInputs, download: DownloadState, message: str) -> Problem:
     last = next((pod for pod in reversed(download.pods) if pod.failed), None)
-    cause, fix = split(last.error) if last is not None else ("", "")
-    cause = re.sub(r"^--[a-z-]+: ", "", cause)  # the flag is the operator's
+    cause, fix = _parts("" if last is None else last.error)
     if not cause:
         cause = one_line((last.blocked if last is not None else "") or message or "it failed")
     again = f"then delete the Job: kubectl {_space(view)} delete job {download.name}"
@@ -73,6 +72,12 @@ def _failed(view: StatusInputs, download: DownloadState, message: str) -> Proble
     since = 0.0 if last is None else last.created
     cause = one_line(cause)
     return Problem(ConditionReason.DOWNLOAD_FAILED, f"Job {download.name}", cause, fix, since, 0.0)
+
+
+def _parts(error: str) -> tuple[str, str]:
+    """Return cause and fix of a download's last line, without the flag, which is the operator's."""
+    cause, _, fix = error.partition("; ")
+    return re.sub(r"^--[a-z-]+: ", "", cause), fix
 
 
 def _pending(view: StatusInputs, download: DownloadState, pod: DownloadPod | None) -> Problem:
@@ -99,7 +104,7 @@ def _progress(view: StatusInputs, download: DownloadState) -> str:
     last = failures[-1] if failures else None
     before = ""
     if last is not None:
-        cause = split(last.error)[0] or last.blocked or "no cause is known"
+        cause = _parts(last.error)[0] or last.blocked or "no cause is known"
         before = f"; attempt {len(failures)} failed: {one_line(cause)}"
     if not running:
         what = "the next attempt begins soon" if failures else f"Job {download.name} creates a pod"

@@ -270,8 +270,9 @@ def test_a_failed_download_says_why_and_begins_again_when_its_job_is_deleted():
     message = world.condition("ModelReady")["message"]
     assert world.condition("Stalled")["reason"] == "DownloadFailed"
     assert message == (
-        f"Job {job}: hf://org/name: the model is gated; accept its licence on the hub, then delete "
-        f"the Job: kubectl -n ns delete job {job}"
+        f"Job {job}: hf://org/name: the model is gated; accept its licence on the hub, and give "
+        "a token (HF_TOKEN, in a VLMService, x), then delete the Job: "
+        f"kubectl -n ns delete job {job}"
     )
     world.cluster.remove(JOB, "ns", job)
     world.converge()

@@ -29,7 +29,8 @@ class Hub:
         num_cuts: transfers of the large file that end halfway.
         damaged: the large file arrives with other content of the same size.
         down: every call is answered with 503.
-        stalls: the large file never arrives; `stalled` is set once it is asked for.
+        stalls: the large file arrives after `resume` is set; `stalled` is set once it is asked for.
+        commits: the revisions that exist, all with the same files.
         sent: names of the files that were asked for, in order.
     """
 
@@ -40,6 +41,8 @@ class Hub:
     down: bool = False
     stalls: bool = False
     stalled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    resume: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    commits: set[str] = dataclasses.field(default_factory=lambda: {COMMIT})
     num_requests: int = 0
     sent: list[str] = dataclasses.field(default_factory=list)
     url: str = ""
@@ -72,6 +75,7 @@ class Hub:
             return refusal
         path = MODEL / request.match_info["name"]
         data, start, headers = path.read_bytes(), 0, _headers(path)
+        headers["X-Repo-Commit"] = request.match_info["revision"]
         large = path.name == LARGE and request.method == "GET"
         if large and self.damaged:
             data = bytes(len(data))
@@ -81,7 +85,7 @@ class Hub:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         if large and self.stalls:
             self.stalled.set()
-            await asyncio.sleep(3600)
+            await self.resume.wait()
         if request.method == "GET":
             self.sent.append(path.name)
         if large and self.num_cuts:
@@ -105,7 +109,7 @@ class Hub:
             return _refuse(401, "RepoNotFound")
         if self.gated:
             return _refuse(403, "GatedRepo")
-        if request.match_info["revision"] != COMMIT:
+        if request.match_info["revision"] not in self.commits:
             return _refuse(404, "RevisionNotFound")
         return None
 
@@ -126,7 +130,6 @@ def _headers(path: Path) -> dict[str, str]:
     etag = _sha256(path) if path.name == LARGE else _blob_id(path)
     return {
         "ETag": f'"{etag}"',
-        "X-Repo-Commit": COMMIT,
         "X-Linked-Size": str(path.stat().st_size),
         "Accept-Ranges": "bytes",
     }

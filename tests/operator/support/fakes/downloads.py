@@ -8,7 +8,10 @@ from typing import Any
 from support.fakes.cluster import FakeCluster
 from vlm_operator.cluster import CLAIM, JOB, POD, Manifest
 
-GATED = "vlm-worker: --model: hf://org/name: the model is gated; accept its licence on the hub"
+GATED = (
+    "vlm-worker: --model: hf://org/name: the model is gated; accept its licence on the hub, and "
+    "give a token (HF_TOKEN; in a VLMService, x)"
+)
 
 
 def run_downloads(
