@@ -65,6 +65,8 @@ async def test_pods_start_after_the_download_and_stay_until_the_next_one_is_comp
         await hub.stalled.wait()
         assert await workers(served) == []
         assert (await state(served))["reason"] == "Downloading"
+        awaited = "the progress in the condition"
+        await until(lambda: tells_progress(served), seconds=60, every=0.5, awaited=awaited)
         hub.resume.set()
     await served.ready()
     assert await served.ask() == ANSWER
@@ -120,6 +122,10 @@ async def workers(served: Served) -> list[Object]:
     pods = await served.pods()
     roles = [role.value for role in Role]
     return [pod for pod in pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) in roles]
+
+
+async def tells_progress(served: Served) -> bool:
+    return "% of " in (await state(served))["message"]
 
 
 async def state(served: Served) -> dict[str, Any]:

@@ -9,6 +9,7 @@ buckets are not cumulative, or the body exceeds 256 KiB. Workers and gateways of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,7 @@ from vlm_operator.state import (
     Ttft,
     WorkCounters,
 )
+from vlm_operator.state.cluster_view import DownloadPod, DownloadProgress
 from vlm_operator.state.pod_stats import ModelFacts, Phase
 
 TIMEOUT_SECONDS = 2.0
@@ -43,6 +45,10 @@ _PHASES = ("loading", "ready", "draining", "failed")
 class Scraper(Protocol):
     async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
         """Return the sample of every pod with a valid answer, by uid; raises no error."""
+        ...
+
+    async def downloads(self, pods: Iterable[DownloadPod]) -> dict[str, DownloadProgress]:
+        """Return the progress of every download with a valid answer, by uid; raises no error."""
         ...
 
 
@@ -69,34 +75,73 @@ class HttpScraper:
         samples = await asyncio.gather(*(read(pod) for pod in reachable))
         return {sample.pod_uid: sample for sample in samples if sample is not None}
 
+    async def downloads(self, pods: Iterable[DownloadPod]) -> dict[str, DownloadProgress]:
+        found = {}
+        for pod in pods:
+            if pod.ip and pod.started and not pod.finished:
+                text = await self._get(pod.ip, "progress", answers=False)
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    found[pod.uid] = parse_progress(json.loads(text or ""), pod.uid)
+        return found
+
     async def _read(self, pod: PodState) -> Sample | None:
         assert pod.ip is not None
-        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-        try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                url = f"http://{host}:{self._port}/stats"
-                async with self._open().get(url, allow_redirects=False) as answer:
-                    if answer.status != 200:
-                        return _drop("status")
-                    text = await answer.content.read(MAX_BYTES + 1)
-                    while not answer.content.at_eof() and len(text) <= MAX_BYTES:
-                        text += await answer.content.read(MAX_BYTES + 1 - len(text))
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            # a pod that does not listen yet is not counted as a bad sample
-            return _drop("unreachable") if pod.containers_ready else None
-        if len(text) > MAX_BYTES:
-            return _drop("too long")
+        text = await self._get(pod.ip, "stats", answers=pod.containers_ready)
+        if text is None:
+            return None
         try:
             sample = parse_stats(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError):
             return _drop("malformed")
         return sample if sample.pod_uid == pod.uid else _drop("another pod")
 
+    async def _get(self, ip: str, path: str, *, answers: bool) -> bytes | None:
+        """Return a body; None, and counted, if there is none. `answers` is whether it listens."""
+        host = f"[{ip}]" if ":" in ip else ip
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                url = f"http://{host}:{self._port}/{path}"
+                async with self._open().get(url, allow_redirects=False) as answer:
+                    if answer.status != 200:
+                        _drop("status")
+                        return None
+                    text = await answer.content.read(MAX_BYTES + 1)
+                    while not answer.content.at_eof() and len(text) <= MAX_BYTES:
+                        text += await answer.content.read(MAX_BYTES + 1 - len(text))
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            # a pod that does not listen yet is not counted as a bad sample
+            if answers:
+                _drop("unreachable")
+            return None
+        if len(text) > MAX_BYTES:
+            _drop("too long")
+            return None
+        return text
+
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
             self._session = aiohttp.ClientSession(timeout=timeout, trust_env=False)
         return self._session
+
+
+def parse_progress(value: Mapping[str, Any], uid: str) -> DownloadProgress:
+    """Validate the answer of the pod with `uid` to GET /progress and convert it.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is another pod's, or is malformed.
+    """
+    if value["version"] != VERSION or value["pod_uid"] != uid:
+        raise ValueError("another version or pod")
+    if not isinstance(value["checking"], bool):
+        raise TypeError("checking is no boolean")
+    total = _count(value["total_bytes"])
+    return DownloadProgress(
+        num_bytes=min(_count(value["num_bytes"]), total),
+        total_bytes=total,
+        checking=value["checking"],
+        seconds_left=_optional(value["seconds_left"], _seconds),
+    )
 
 
 def parse_stats(value: Mapping[str, Any]) -> Sample:

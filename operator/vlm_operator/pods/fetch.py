@@ -82,8 +82,15 @@ def fetch_template(service: VLMService, download: DownloadState, images: Images)
             f"--model={model.uri}",
             f"--model-revision={model.revision}",
             f"--into={MODEL_PATH}/{CHECKPOINT}",
+            f"--bind={images.bind}",
+            f"--http-port={names.PORT_HTTP}",
         ],
-        "env": [{"name": "HF_HOME", "value": "/tmp/hub"}, *hub_token(service)],  # noqa: S108
+        "env": [
+            {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+            {"name": "HF_HOME", "value": "/tmp/hub"},  # noqa: S108
+            *hub_token(service),
+        ],
+        "ports": [{"name": "http", "containerPort": names.PORT_HTTP, "protocol": "TCP"}],
         "resources": {
             "requests": {"cpu": "500m", "memory": "1Gi"},
             "limits": {"memory": "4Gi"},

@@ -280,8 +280,13 @@ class ServiceReconciler:
         if woken or seen is None or now - seen.now >= self._resync:
             seen = await observe(self._cluster, self._namespace, self._name, now=now)
             self._seen = seen
-        samples = await self._scraper.scrape(seen.pods)
-        return dataclasses.replace(seen, samples=samples, now=now)
+        samples, progress = await asyncio.gather(
+            self._scraper.scrape(seen.pods), self._scraper.downloads(seen.downloads)
+        )
+        downloads = tuple(
+            dataclasses.replace(pod, progress=progress.get(pod.uid)) for pod in seen.downloads
+        )
+        return dataclasses.replace(seen, samples=samples, downloads=downloads, now=now)
 
     async def _write_status(
         self, body: Manifest, status: Manifest, new_events: tuple[Event, ...]

@@ -20,6 +20,7 @@ from vlm_operator.plan.model_cache import plan_cache
 from vlm_operator.pods.parts import Images
 from vlm_operator.reconcile.decisions import Options, TurnPlan, plan_turn
 from vlm_operator.state import Observed
+from vlm_operator.state.cluster_view import DownloadProgress
 
 MODEL: dict[str, Any] = {
     "uri": "hf://org/name",
@@ -179,6 +180,39 @@ def test_the_claim_and_the_job_are_as_the_manifest_says():
     assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
     assert env["A"]["value"] == "b"
     assert f"--model-revision={'a' * 40}" in container["args"]
+
+
+def test_the_progress_is_told_in_steps_and_keeps_the_deadline_away():
+    world = World(cached())
+    world.converge()
+    run_downloads(world.cluster)
+    (pod,) = [p for p in world.cluster.all(POD) if p["metadata"]["name"].startswith("demo-model")]
+
+    def told(share: float, *, left: float | None, checking: bool = False) -> str:
+        done = int(share * 16 * 2**30)
+        progress = DownloadProgress(done, 16 * 2**30, checking, left)
+        world.scraper.progress[pod["metadata"]["name"]] = progress
+        world.turn(seconds=500)
+        assert rps(world) == "F/T/F"
+        message: str = world.condition("ModelReady")["message"]
+        assert message in world.condition("Ready")["message"]
+        return message.partition(": ")[2]
+
+    assert told(0.621, left=38.2) == "60 % of 16.0 GiB, 40 s left"
+    assert told(0.639, left=31.0) == "60 % of 16.0 GiB, 40 s left"
+    assert told(0.701, left=1500) == "70 % of 16.0 GiB, 25 min left"
+    assert told(0.801, left=None) == "80 % of 16.0 GiB"
+    assert told(0.301, left=None, checking=True) == "30 % of 16.0 GiB are checked"
+    world.turn(seconds=700)
+    assert rps(world) == "F/F/T", "no byte for longer than the deadline"
+
+
+def test_a_download_that_reports_nothing_has_no_deadline():
+    world = World(cached())
+    world.converge()
+    run_downloads(world.cluster)
+    world.turn(seconds=7200)
+    assert rps(world) == "F/T/F"
 
 
 # another revision

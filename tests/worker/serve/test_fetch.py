@@ -25,21 +25,21 @@ NEEDS_USER = 3
 
 
 async def fetch(
-    hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT
+    hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT, more: tuple[str, ...] = ()
 ) -> tuple[int, str]:
     """Run the command; return its exit code and standard error."""
-    process = await start(hub, into, token=token, revision=revision)
+    process = await start(hub, into, token=token, revision=revision, more=more)
     _, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, errors.decode()
 
 
 async def start(
-    hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT
+    hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT, more: tuple[str, ...] = ()
 ) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vlm_worker", "fetch", f"--model={URI}",
-        f"--model-revision={revision}", f"--into={into}",
+        f"--model-revision={revision}", f"--into={into}", *more,
         env={
             **os.environ,  # noqa: TID251
             "HF_ENDPOINT": hub.url,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vlm_worker.core.model_files import ModelConfigError, ModelUnavailableError
+from vlm_worker.serve.fetch_progress import FetchProgress, served
 from vlm_worker.serve.hub import HubFile, HubIndex, download, hub_error, read_index
 from vlm_worker.serve.sources import PATTERNS, ModelRecord, read_record, write_record
 from vlm_worker.settings import FetchSettings, ModelSource
@@ -37,8 +38,17 @@ def run_fetch(settings: FetchSettings, *, clock: Callable[[], float] = time.mono
     if record is not None and record.complete:
         logger.info("complete already", extra={"directory": str(into), "bytes": record.num_bytes})
         return 0
+    progress = FetchProgress(clock)
+    with served(progress, settings.bind, settings.http_port, settings.pod_uid):
+        return _fetch(source, into, progress, clock)
+
+
+def _fetch(
+    source: ModelSource, into: Path, progress: FetchProgress, clock: Callable[[], float]
+) -> int:
     began = clock()
     index = read_index(source, PATTERNS)
+    progress.total_bytes = index.num_bytes
     if not any(file.path == "config.json" for file in index.files):
         raise ModelConfigError(
             f"--model: {source.uri} has no config.json; name the repository of a model"
@@ -49,9 +59,11 @@ def run_fetch(settings: FetchSettings, *, clock: Callable[[], float] = time.mono
         write_record(into, ModelRecord(source.uri, source.revision, complete=False))
     except OSError as error:
         raise _unwritable(error, source, into) from error
-    download(source, _log_every(LOG_SECONDS, clock), patterns=PATTERNS, into=into)
+    report = _log_every(LOG_SECONDS, clock)
+    download(source, report, patterns=PATTERNS, into=into, count=progress.downloaded)
     for file in index.files:
         check_file(file, into / file.path)
+        progress.checked(file.size)
     try:
         write_record(into, ModelRecord(source.uri, source.revision, True, index.num_bytes))
     except OSError as error:

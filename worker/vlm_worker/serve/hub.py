@@ -82,8 +82,11 @@ def download(
     *,
     patterns: Sequence[str],
     into: Path | None = None,
+    count: Callable[[float, float], None] = lambda _done, _total: None,
 ) -> Path:
     """Download the files that are missing into `into`; without it, into the cache.
+
+    `progress` gets texts, `count` the bytes that are downloaded and those of all missing files.
 
     Raises:
         ModelConfigError: they cannot be downloaded; the message says who must do what.
@@ -101,7 +104,7 @@ def download(
     try:
         missing = snapshot_download(repository, dry_run=True, **options)
         total = sum(file.file_size for file in missing if file.will_download)
-        bar = _bar(repository, total, progress)
+        bar = _bar(repository, total, progress, count)
         path = snapshot_download(repository, tqdm_class=bar, **options)
     except _failures() as error:
         raise hub_error(error, source) from error
@@ -210,8 +213,13 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _bar(repository: str, num_bytes: int, progress: Callable[[str], None]) -> Any:
-    """A progress bar class that calls `progress` instead of drawing.
+def _bar(
+    repository: str,
+    num_bytes: int,
+    progress: Callable[[str], None],
+    count: Callable[[float, float], None],
+) -> Any:
+    """A progress bar class that calls `progress` and `count` instead of drawing.
 
     Of the hub's bars it reports the one that counts bytes on disk. Its own total grows with each
     file that begins, so `num_bytes` replaces it.
@@ -234,6 +242,7 @@ def _bar(repository: str, num_bytes: int, progress: Callable[[str], None]) -> An
                 seconds = time.monotonic() - self.began
                 text = progress_text(min(self.n, num_bytes), num_bytes, seconds=seconds)
                 progress(f"downloading {repository}: {text}")
+                count(min(self.n, num_bytes), num_bytes)
             return drawn
 
     return Reporting

@@ -90,7 +90,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     if args.command == "fetch":
         if model.repository is None:
             fail(f"--model: {model.uri!r} must read hf://org/name")
-        return read(FetchSettings, args)
+        return read(FetchSettings, args, pod_uid=environ.get("POD_UID", ""))
     common: dict[str, Any] = {
         "model": model,
         "served_name": args.served_name or _name_of(args.model),

@@ -128,6 +128,9 @@ class FetchSettings:
 
     model: ModelSource = group(ModelSource)
     into: Path = option("--into", PATH, REQUIRED, "directory of this model and revision alone")
+    bind: str = option("--bind", TEXT, "127.0.0.1", "listen address of the progress")
+    http_port: int | None = option("--http-port", PORT, None, "port of GET /progress")
+    pod_uid: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

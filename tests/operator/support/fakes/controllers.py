@@ -14,6 +14,7 @@ from support.fakes.cluster import FakeCluster
 from vlm_operator.cluster import DEPLOYMENT, POD, REPLICA_SET, Kind, Manifest
 from vlm_operator.names import Role
 from vlm_operator.state import ANNOTATION_DELETION_COST, KvTokens, PodState, Sample, owned_by
+from vlm_operator.state.cluster_view import DownloadPod, DownloadProgress
 from vlm_operator.state.pod_stats import ModelFacts
 
 
@@ -203,6 +204,7 @@ class FakeScraper:
     def __init__(self) -> None:
         self.busy: dict[str, int] = {}
         self.silent: set[str] = set()
+        self.progress: dict[str, DownloadProgress] = {}
         self.asked = 0
 
     async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
@@ -213,6 +215,10 @@ class FakeScraper:
             for pod in pods
             if pod.containers_ready and pod.name not in self.silent
         }
+
+    async def downloads(self, pods: Iterable[DownloadPod]) -> dict[str, DownloadProgress]:
+        """See `Scraper.downloads`."""
+        return {pod.uid: self.progress[pod.name] for pod in pods if pod.name in self.progress}
 
 
 class Saying(FakeScraper):
