@@ -72,6 +72,7 @@ TTFT_STAGE_SECONDS_TOTAL: Final = (
 )
 SLO_REQUESTS_TOTAL: Final = "triptych_slo_requests_total"  # counter {slo, modality}
 ITL_SECONDS: Final = "triptych_itl_seconds"  # histogram
+WAKE_WAIT_SECONDS: Final = "triptych_wake_wait_seconds"  # histogram
 OUTPUT_TOKENS_TOTAL: Final = "triptych_output_tokens_total"  # counter
 VISUAL_TOKENS_TOTAL: Final = "triptych_visual_tokens_total"  # counter
 VISUAL_TOKENS_PER_REQUEST: Final = "triptych_visual_tokens_per_request"  # histogram

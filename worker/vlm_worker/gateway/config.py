@@ -72,6 +72,7 @@ class Config(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     max_model_len_tokens: int | None = None
     on_demand: Literal["InlineAtPrefill", "Queue", "Reject"] = "InlineAtPrefill"
+    wake_timeout_seconds: float | None = None  # None: the service never scales to zero
     admission: Admission = Admission()
     media: Media = Media()
 

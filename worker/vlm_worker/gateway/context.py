@@ -77,6 +77,7 @@ class GatewayContext:
         self.started = clock()
         self.created = int(time.time())
         self.num_inflight = 0
+        self._last_active = self.started
         self.idle = asyncio.Event()
         self.idle.set()
         self.draining = False
@@ -105,8 +106,18 @@ class GatewayContext:
         """Record the end of a request. Sets `idle` after the last one."""
         self.meters.request(outcome)
         self.num_inflight -= 1
+        if outcome != "invalid":
+            self._last_active = self.clock()
         if self.num_inflight == 0:
             self.idle.set()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds without a request since the last one, or since the start of the process.
+
+        A request that was invalid counts only while it is in flight.
+        """
+        return 0.0 if self.num_inflight else self.clock() - self._last_active
 
     def fail(self, reason: str) -> None:
         """Mark the process as failed, neither healthy nor ready, and end all requests."""
@@ -134,11 +145,18 @@ class GatewayContext:
         It becomes ready once every stage has a ready pod. Later, a missing encoder alone does not
         make it unready, because requests without images need none. If `on_demand` is Queue or
         Reject, it becomes ready without an encoder.
+
+        If the service scales to zero, it becomes ready without pods: it holds requests for them.
         """
         if self.failed is not None:
             return self.failed
         if self.draining:
             return "draining"
+        if self.config_watcher.now.config.wake_timeout_seconds is not None:
+            if not self._was_ready and (self.discovery_problem or not self.registry.synced):
+                return self.discovery_problem or "the pods are not listed yet"
+            self._was_ready = True
+            return None
         needed = _ALWAYS_NEEDED
         inline = self.config_watcher.now.config.on_demand == "InlineAtPrefill"
         if not self._was_ready and inline:
@@ -197,6 +215,10 @@ class GatewayContext:
             "busy": None,
             "gaps": meters.gaps,
             "held_for": self.registry.held_for,
+            "wake": {
+                "idle_seconds": self.idle_seconds,
+                "waiting_requests": self.registry.num_waiting_for_wake,
+            },
             "ttft": {modality: ttft.body for modality, ttft in meters.ttft.items()},
             "config_hash": self.config_watcher.now.config_hash,
         }

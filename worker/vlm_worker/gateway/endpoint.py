@@ -41,6 +41,7 @@ from vlm_worker.gateway.orchestrate.generation import (
 )
 from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.orchestrate.wake import NotAwakeError
 from vlm_worker.gateway.responses import (
     ChatShape,
     ClientGoneError,
@@ -115,6 +116,8 @@ class Endpoint:
             await response.fail(errors.internal(exchange.request_id))
         finally:
             exchange.held.release()
+            if exchange.trace is not None and exchange.trace.wake_seconds:
+                self._context.meters.waited_for_wake(exchange.trace.wake_seconds)
             self._context.leave(exchange.outcome)
             self._log(exchange)
 
@@ -221,6 +224,7 @@ class Endpoint:
                 "num_retries": choices.num_retries if choices else 0,
                 "seconds": self._context.clock() - exchange.arrived,
                 "ttft_seconds": ttft,
+                "wake_seconds": trace.wake_seconds if trace is not None else 0.0,
                 "labels": options.logged if options else {},
             },
         )
@@ -258,6 +262,8 @@ def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImag
     """Return the client's error for the error that ended a generation."""
     if isinstance(error, NoEncoderError):
         return errors.no_encoder(held_seconds=error.held_seconds)
+    if isinstance(error, NotAwakeError):
+        return errors.waking(waited_seconds=error.waited_seconds)
     if isinstance(error, NoRouteError):
         return errors.unavailable(f"No worker is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
@@ -400,4 +406,6 @@ async def deadline(trace: Trace, timeout: float | None) -> Exception:
         await asyncio.get_running_loop().create_future()
     else:
         await asyncio.sleep(trace.received + timeout - trace.clock())
+    if (waited := trace.waking_seconds) is not None:
+        return errors.waking(waited_seconds=waited)
     return errors.request_deadline()

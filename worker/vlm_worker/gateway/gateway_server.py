@@ -164,7 +164,8 @@ async def running(
             tasks.start(identity.watch, name="identity", at_end=AtEnd.RESTART)
         if watch is not None:
             tasks.start(watch.run, name="pods", at_end=AtEnd.RESTART)
-        context.registry.apply(static_pods(settings.workers))
+        if settings.workers:
+            context.registry.apply(static_pods(settings.workers))
         try:
             yield Gateway(context, public, admin, certificate)
         finally:

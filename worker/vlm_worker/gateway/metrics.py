@@ -26,6 +26,7 @@ from vlm_worker.types import STAGES, Modality
 from vlm_worker.wire.identity_store import IDENTITY_METRICS, IdentityStore
 
 OUTCOMES: Final = ("ok", "invalid", "rejected", "cancelled", "error")
+WAKE_BUCKETS: Final = (1, 2, 5, 10, 20, 30, 60, 120, 180, 300, 600, 1200, 1800, 3600)
 VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -50,6 +51,7 @@ class GatewayMetrics:
         self._rates = Rates(now)
         self._gaps = Histogram(SECONDS_BUCKETS)
         self._visual_tokens = Histogram(VISUAL_TOKENS_BUCKETS)
+        self._wakes = Histogram(WAKE_BUCKETS)
         self._host: Callable[[], HostMemory] | None = None
 
     def declare(self, memory: ProcessMemory, resident: Callable[[], int]) -> None:
@@ -83,6 +85,10 @@ class GatewayMetrics:
     def request(self, outcome: str) -> None:
         self.num_requests += 1
         self.outcomes[outcome] += 1
+
+    def waited_for_wake(self, seconds: float) -> None:
+        """Record the end of a request that waited for the pods of a service at zero."""
+        self._wakes.add(seconds)
 
     def refused(self, bound: Bound) -> None:
         self.refusals[bound] += 1
@@ -136,6 +142,12 @@ class GatewayMetrics:
             "Visual tokens per request with images.",
             buckets=_with_decimals(self._visual_tokens.buckets),
             sum_value=self._visual_tokens.buckets.total,
+        )
+        yield HistogramMetricFamily(
+            metrics.WAKE_WAIT_SECONDS,
+            "Wait of requests for the pods of a service at zero.",
+            buckets=_with_decimals(self._wakes.buckets),
+            sum_value=self._wakes.buckets.total,
         )
 
     def stages(self) -> Iterable[Family]:

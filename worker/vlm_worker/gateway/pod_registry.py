@@ -108,6 +108,8 @@ class Registry:
         self._compat = compat
         self._clock = clock
         self._held: Counter[Role] = Counter()
+        self.num_waiting_for_wake = 0
+        self.synced = False
         self._lost_at: dict[Stage, float] = {}
         self.peers: dict[str, PodConnection] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -116,8 +118,9 @@ class Registry:
     def apply(self, pods: Sequence[KnownPod]) -> None:
         """Set the known pods: connect to new ones, close removed ones.
 
-        A pod with a new address is a new pod.
+        A pod with a new address is a new pod. `synced` is True after the first call.
         """
+        self.synced = True
         by_name = {pod.name: pod for pod in pods}
         for name, peer in list(self.peers.items()):
             pod = by_name.get(name)
@@ -166,6 +169,15 @@ class Registry:
             yield
         finally:
             self._held[role] -= 1
+
+    @contextlib.contextmanager
+    def waits_for_wake(self) -> Iterator[None]:
+        """Count a request that waits for the pods of a service at zero; in `/stats`."""
+        self.num_waiting_for_wake += 1
+        try:
+            yield
+        finally:
+            self.num_waiting_for_wake -= 1
 
     @property
     def held_for(self) -> dict[str, int]:

@@ -152,6 +152,7 @@ class Preparer:
             priority=ask.options.sampling.priority,
             inline=ask.config.on_demand == "InlineAtPrefill",
             max_hold_seconds=max_hold_seconds(ask.config),
+            wake_timeout_seconds=ask.config.wake_timeout_seconds or 0.0,
             num_bytes=ask.num_text_bytes + sum(len(image.data) for image in images),
         )
 

@@ -262,5 +262,6 @@ def stats_document(state: WorkerState, snapshot: Snapshot | None) -> dict[str, A
         "ttft": None,
         "gaps": None,
         "held_for": None,
+        "wake": None,
         "config_hash": None,
     }

@@ -10,6 +10,9 @@ from typing import Any, Final
 
 from vlm_worker import errors as worker_errors
 
+WAKE_RETRY_SECONDS: Final = 10.0
+"""`Retry-After` of a service that starts from zero."""
+
 ENCODER_RETRY_SECONDS: Final = 10.0
 """`Retry-After` of a service without encoders: the start of one takes a while."""
 
@@ -102,6 +105,15 @@ def no_encoder(*, held_seconds: float) -> ApiError:
     return unavailable(
         f"No encoder runs now, {why}. Send the request again later, or without images.",
         retry_after_seconds=ENCODER_RETRY_SECONDS,
+    )
+
+
+def waking(*, waited_seconds: float) -> ApiError:
+    """503: the service was at zero, and its pods are not ready yet."""
+    return unavailable(
+        "The service is starting, because it was scaled to zero; it was not ready within the "
+        f"{waited_seconds:.3g} seconds that this request waited. Send the request again later.",
+        retry_after_seconds=WAKE_RETRY_SECONDS,
     )
 
 

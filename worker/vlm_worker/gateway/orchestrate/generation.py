@@ -6,6 +6,7 @@ retry     a stream that delivered tokens is moved whenever its pods are lost; an
           delivered nothing takes from the budget, so that retries add at most a tenth to the load
 patience  a deadline for a pool that lost its pods; later requests share the same deadline
 encoder   a pool at zero: if the settings hold image requests for it, wait until their deadline
+wake      a service at zero: wait for its pods, until the request's deadline
 limit     a request beyond the limit of waiting requests gets a 429 with `Retry-After` at once
 """
 
@@ -35,6 +36,7 @@ from vlm_worker.gateway.memory import Bound, FullError
 from vlm_worker.gateway.orchestrate.attempt import Attempt, wait_seconds
 from vlm_worker.gateway.orchestrate.prepared_request import DeliveredTokens, Emit, PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.orchestrate.wake import wait_for_pods, waits, wakes
 from vlm_worker.gateway.pod_registry import Registry
 from vlm_worker.route import NoRoute, Route, choose
 from vlm_worker.types import FinishReason, Role, Stage
@@ -81,7 +83,7 @@ class Generation:
             WorkerError: no pod can serve it (NoRouteError), the request is invalid
                 (InvalidRequestError), or too many pods were lost.
         """
-        deadline = self._trace.clock() + self._prepared.max_wait_seconds
+        began = self._trace.clock()
         number = 0
         self._retry_policy.budget.request()
         while True:
@@ -101,7 +103,8 @@ class Generation:
             try:
                 return await attempt.run()
             except OverloadedError as error:
-                await self._wait_for_capacity(error, attempt, deadline)
+                patience = self._prepared.max_wait_seconds + self._trace.wake_seconds
+                await self._wait_for_capacity(error, attempt, began + patience)
             except _RETRYABLE as error:
                 went_on = len(self.delivered.token_ids) > num_delivered
                 self._retry(error, attempt, number, went_on=went_on)
@@ -282,10 +285,13 @@ class Routing:
 
         Raises:
             NoRouteError: a stage has no pod.
+            NotAwakeError: a stage has no pod yet, in a service that scales to zero.
             ContextTooLongError: the prompt exceeds the KV cache of every pod.
         """
         route = choose()
-        while _waits(route):
+        if wakes(route, self.prepared, self.registry):
+            route = await wait_for_pods(self, choose)
+        while waits(route):
             assert isinstance(route, NoRoute)
             remaining = self._wait_until(route.stage) - self.trace.clock()
             if remaining <= 0:
@@ -293,7 +299,7 @@ class Routing:
             timeout = min(remaining, self.registry.timers.heartbeat)
             with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
                 await self.registry.waiters.wait_until(
-                    lambda: not _waits(choose()), timeout=timeout, group=self._lack(route.stage)
+                    lambda: not waits(choose()), timeout=timeout, group=self.lack(route.stage)
                 )
             route = choose()
             if isinstance(route, NoRoute):
@@ -306,7 +312,7 @@ class Routing:
             raise NoEncoderError(route.reason, held_seconds=self.prepared.max_hold_seconds)
         raise NoRouteError(route.stage, route.reason)
 
-    def _lack(self, stage: Stage) -> tuple[object, ...]:
+    def lack(self, stage: Stage) -> tuple[object, ...]:
         """Return the group of the request: new pods help all requests of a group or none."""
         prepared = self.prepared
         return (stage, prepared.inline, bool(prepared.images), prepared.sampling.max_tokens > 1)
@@ -334,8 +340,3 @@ class Routing:
         """Return until when to wait for a replacement of lost pods; 0 if none was lost."""
         lost_at = self.registry.lost_at(stage)
         return 0.0 if lost_at is None else lost_at + self.retry_policy.patience_seconds
-
-
-def _waits(route: Route | NoRoute) -> bool:
-    """Whether a new pod may help; it does not if the prompt fits into no pod."""
-    return isinstance(route, NoRoute) and route.capacity_tokens is None

@@ -29,6 +29,7 @@ class PreparedRequest:
         max_wait_seconds: maximum wait for free KV before the client gets a 429.
         inline: if no encoder pod exists, the prefill pod may encode the images.
         max_hold_seconds: if it may not, the maximum wait for an encoder pod.
+        wake_timeout_seconds: maximum wait for the pods of a service at zero; 0 if it never is.
         block_size: tokens of a KV block.
         priority: requests of a larger priority run first.
         num_bytes: bytes of images and texts.
@@ -45,6 +46,7 @@ class PreparedRequest:
     priority: int = 0
     inline: bool = True
     max_hold_seconds: float = 0.0
+    wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
 
     def demand(self, num_delivered: int) -> Demand:

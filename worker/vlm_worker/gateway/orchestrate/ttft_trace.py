@@ -31,14 +31,16 @@ from vlm_worker.wire.messages import Reply
 class Trace:
     """The times of one request. Only its tasks write it.
 
-    `received` is the time of the request's last byte. `first_byte` is the time when the first token
-    was sent. Both are seconds on `clock`.
+    `received` is the time of the request's last byte, or of the end of its wait for a service at
+    zero. `first_byte` is the time when the first token was sent. Both are seconds on `clock`.
     """
 
     def __init__(self, *, received: float, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.received = received
         self.first_byte: float | None = None
+        self.wake_seconds = 0.0
+        self._wakes_since: float | None = None
         self._spans: list[StageSpan] = []
         self._calls: list[Call] = []
         self._gateway_since: float | None = received
@@ -67,6 +69,29 @@ class Trace:
         if self._gateway_since is not None:
             self._spans.append(StageSpan("gateway", self._gateway_since, self.clock()))
             self._gateway_since = None
+
+    @contextlib.contextmanager
+    def waking(self) -> Iterator[None]:
+        """Measure a wait for the pods of a service at zero.
+
+        Before the first token, TTFT and its stages start again at the end of the wait:
+        `wake_seconds` has the time until then.
+        """
+        self._wakes_since = started = self.clock()
+        try:
+            yield
+        finally:
+            self._wakes_since, now = None, self.clock()
+            self.wake_seconds += now - started
+            if self.first_byte is None:
+                self._spans.clear()
+                self._calls.clear()
+                self._gateway_since = self.received = now
+
+    @property
+    def waking_seconds(self) -> float | None:
+        """Seconds of the running wait for a wake-up; None if there is none."""
+        return None if self._wakes_since is None else self.clock() - self._wakes_since
 
     def first_byte_sent(self) -> None:
         """Record that the first token was sent."""
