@@ -11,6 +11,7 @@ from rich.console import Console
 from vlm_cli import flags
 from vlm_cli.access import condition, find_service, open_cluster
 from vlm_cli.output import STAGES, CliError, Format, console, emit, plain_table
+from vlm_operator.autoscale.outcome import Reason
 from vlm_operator.cluster import VLM_SERVICE, Manifest
 from vlm_operator.names import POOL_ROLES
 
@@ -105,7 +106,7 @@ def print_services(
         table.add_row(*([view["namespace"]] if everywhere else []), *row)
     out.print(table)
     for view in views:
-        if view["ready"] is not True and view["message"]:
+        if (view["ready"] is not True or _asleep(view)) and view["message"]:
             out.print(f"{view['name']}: {view['reason']}: {view['message']}", markup=False)
 
 
@@ -113,6 +114,7 @@ def print_service(view: dict[str, Any], out: Console) -> None:
     head = plain_table("", "")
     head.show_header = False
     states = [word for word in ("suspended", "paused", "deleting") if view[word]]
+    states += ["asleep"] if _asleep(view) else []
     for label, value in (
         ("Name", f"{view['namespace']}/{view['name']}"),
         ("Ready", " ".join([_ready(view), *states])),
@@ -195,6 +197,10 @@ def age(seconds: int) -> str:
     if minutes < 180:
         return f"{minutes}m"
     return f"{hours}h" if hours < 48 else f"{days}d"
+
+
+def _asleep(view: dict[str, Any]) -> bool:
+    return bool(view["ready"]) and view["reason"] == Reason.SCALED_TO_ZERO
 
 
 def _ready(view: dict[str, Any]) -> str:

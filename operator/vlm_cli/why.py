@@ -17,12 +17,18 @@ from vlm_operator.apply.pod_and_status_writes import MEMORY_KEY
 from vlm_operator.autoscale import memory as memories
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.explain import explain, explain_status
+from vlm_operator.autoscale.outcome import Reason
 from vlm_operator.autoscale.record import Record, RecordError, differences, read_log, replay
 from vlm_operator.cluster import CONFIG_MAP, VLM_SERVICE, Manifest
 from vlm_operator.names import Role
+from vlm_operator.status.inputs import ConditionReason
 
 # Conditions about sizes of pools.
 _CONDITIONS = ("ScalingActive", "MetricsAvailable", "CapacitySufficient", "SLOAttainable")
+
+
+# Reasons of Ready that explain the sizes of all pools at once.
+_SLEEP = (Reason.SCALED_TO_ZERO, ConditionReason.WAKING)
 
 
 async def why(
@@ -107,6 +113,9 @@ async def explanation(access: Access, service: Manifest) -> str:
         found = condition(service, kind)
         if found is not None and found.get("message"):
             head.append(f"{kind} {found['status']}: {found['message']}")
+    ready = condition(service, "Ready") or {}
+    if ready.get("reason") in _SLEEP:
+        head.append(f"Ready {ready['status']}: {ready['message']}")
     stored = await access.cluster.get(
         CONFIG_MAP, meta["namespace"], names.child(meta["name"], "autoscaler")
     )

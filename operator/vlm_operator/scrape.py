@@ -3,7 +3,7 @@
 A sample is dropped, and counted with the reason, in each of these cases: the uid is another pod's
 (a reused address), the version is unknown, a number is negative, not finite or out of range,
 buckets are not cumulative, or the body exceeds 256 KiB. Workers and gateways of older images omit
-`device`, `busy`, `gaps`, `held_for` and the buckets of stages.
+`device`, `busy`, `gaps`, `held_for`, `wake` and the buckets of stages.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
         raise ValueError(f"phase {phase!r} is none of {_PHASES}")
     if not isinstance(value["accepting"], bool):
         raise TypeError("accepting is no boolean")
-    queue = value["queue"]
+    queue, wake = value["queue"], value.get("wake")
     # pods of version 0.1 report the counter of started work under its old name
     started = "started_work_seconds_total"
     started = started if started in queue else "admitted_work_seconds_total"
@@ -179,6 +179,8 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
         busy={name: _busy(item) for name, item in (value.get("busy") or {}).items()},
         gaps=_optional(value.get("gaps"), _gaps),
         held_for={name: _count(item) for name, item in (value.get("held_for") or {}).items()},
+        idle_seconds=None if wake is None else _seconds(wake["idle_seconds"]),
+        waiting_for_wake=0 if wake is None else _count(wake["waiting_requests"]),
         device=_text(value.get("device") or "")[:64],
     )
 

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vlm_cli.access import condition
+from vlm_operator.autoscale.outcome import Reason
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
 from vlm_operator.scrape import parse_stats
@@ -212,7 +214,7 @@ def _service_row(service: Manifest, intervals: Sequence[_Interval]) -> Row:
     return Row(
         namespace=meta["namespace"],
         service=meta["name"],
-        ready=f"{num_ready}/{len(intervals)}",
+        ready=f"{num_ready}/{len(intervals)}" + (" asleep" if _asleep(service) else ""),
         inflight=sum(one.sample.inflight for one in of_gateways) if of_gateways else None,
         queued=sum(one.queued_requests for one in of_workers) if of_workers else None,
         queued_seconds=max((one.queued_work_seconds for one in of_workers), default=None),
@@ -224,6 +226,11 @@ def _service_row(service: Manifest, intervals: Sequence[_Interval]) -> Row:
         cache_hit=_cache_hit(intervals),
         problem="" if intervals else "it has no pods",
     )
+
+
+def _asleep(service: Manifest) -> bool:
+    ready = condition(service, "Ready") or {}
+    return ready.get("status") == "True" and ready["reason"] == Reason.SCALED_TO_ZERO
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

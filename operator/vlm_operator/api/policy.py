@@ -63,6 +63,26 @@ class Slo(Model):
     )
 
 
+class ServiceScaleToZero(Model):
+    """When the whole service goes to zero, and how long a request waits for its start."""
+
+    idle_seconds: int = field(
+        1800,
+        "Seconds without a request, accepted or in flight, after which all pools go to zero.",
+        example=3600,
+        ge=10,
+        le=604_800,
+    )
+    wake_timeout_seconds: int = field(
+        600,
+        "Seconds for which the gateway holds a request until the pools are ready; then it answers "
+        "503 with Retry-After.",
+        example=900,
+        ge=1,
+        le=7200,
+    )
+
+
 class Budget(Model):
     """The limits of all pools together."""
 

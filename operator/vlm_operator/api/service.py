@@ -14,17 +14,35 @@ from vlm_operator.api.policy import (
     Identity,
     PoolRatio,
     Rollout,
+    ServiceScaleToZero,
     Slo,
     Tracing,
     Transfer,
 )
 from vlm_operator.api.pool import Pools
+from vlm_operator.names import POOL_ROLES
 
 
 def _present(side: str) -> str:
     """Return CEL that is true if the pool on one side of a ratio exists."""
     optional = (f"(c.{side} == '{r}' && has(self.pools.{r}))" for r in ("encoder", "prefill"))
     return f"(c.{side} == 'decode' || {' || '.join(optional)})"
+
+
+def _zero_needs_auto(role: str) -> Rule:
+    """Return the rule that only the autoscaler sets the size of a pool that sleeps and wakes."""
+    pool = f"self.pools.{role}"
+    absent = "" if role == "decode" else f"!has({pool}) || "
+    return Rule(
+        name=f"zero-auto-{role}",
+        holds=f"!has(self.scaleToZero) || {absent}{pool}.scaling.mode == 'Auto'",
+        message=f"scaleToZero needs every pool in mode Auto: set pools.{role}.scaling.mode to Auto "
+        "with minReplicas and maxReplicas, or remove scaleToZero",
+        says=f"'scaleToZero needs every pool in mode Auto, and {role} has ' + {pool}.scaling.mode "
+        f"+ ': set pools.{role}.scaling.mode to Auto with minReplicas and maxReplicas, or remove "
+        "scaleToZero'",
+        at=".scaleToZero",
+    )
 
 
 class VLMServiceSpec(Model):
@@ -70,6 +88,13 @@ class VLMServiceSpec(Model):
     )
     autoscaling: Autoscaling = field(
         Autoscaling(), "How the autoscaler sizes the pools of mode Auto.", restarts=Restarts.NONE
+    )
+    scale_to_zero: ServiceScaleToZero | None = field(
+        None,
+        "When all worker pools go to zero, and how long a request waits for their start. "
+        "The gateway stays.",
+        unset="never",
+        restarts=Restarts.NONE,
     )
     admission: Admission | None = field(
         None,
@@ -118,6 +143,13 @@ class VLMServiceSpec(Model):
             f"self.poolRatios.all(c, {_present('numerator')} && {_present('denominator')})",
             message="names a pool that the service does not have",
             at=".poolRatios",
+        ),
+        *(_zero_needs_auto(role) for role in POOL_ROLES),
+        Rule(
+            name="zero-not-stopped",
+            holds="!has(self.scaleToZero) || !has(self.stopped) || !self.stopped",
+            message="a stopped service cannot wake: remove scaleToZero, or unset stopped",
+            at=".scaleToZero",
         ),
         not_built(
             "admission",

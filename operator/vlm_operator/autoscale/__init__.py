@@ -6,6 +6,7 @@ estimate   estimate.py: readings.py window.py  samples ─▶ counter growth, re
                         attribute.py           shares of TTFT by stage, waiting budgets
                         demand.py startups.py  load and its growth; how long new pods take
                         size.py                units by every signal; the encoder pool at zero
+sleep      sleep.py                            whether the whole service is at zero
 allocate   capacity.py bounds.py               present replicas; bounds for this tick
            ownership.py pace.py                who decides the size; how fast it changes
            allocate.py solve.py                all pools together: node types, ratios, budget

@@ -25,9 +25,10 @@ from vlm_operator.autoscale.history import (
     ScalingMemory,
 )
 from vlm_operator.autoscale.outcome import Bound, Decision, Reason
-from vlm_operator.autoscale.ownership import external, manual, off
+from vlm_operator.autoscale.ownership import external, last_write, manual, off
 from vlm_operator.autoscale.pace import auto
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
+from vlm_operator.autoscale.sleep import Sleep, Verdict, decide_sleep
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 
@@ -75,8 +76,9 @@ def decide_replicas(
     """
     if _close_to_target(policy, estimate):
         memory = dataclasses.replace(memory, strained_at=view.now)
+    sleep = decide_sleep(policy, view, memory.sleep)
     contexts = {role: _context(policy, role, view, estimate, memory) for role in policy.pools}
-    bounds = {role: _bounds(item) for role, item in _share_exhausted(contexts).items()}
+    bounds = {role: _bounds(item, sleep) for role, item in _share_exhausted(contexts).items()}
     decisions = _decisions(policy, bounds)
     if policy.apply is AutoscalingPolicy.ADVISORY:
         held = {
@@ -90,7 +92,7 @@ def decide_replicas(
         role: _remember(item.context, decisions[role], memory.pools.get(role))
         for role, item in bounds.items()
     }
-    return decisions, dataclasses.replace(memory, pools=pools)
+    return decisions, dataclasses.replace(memory, pools=pools, sleep=sleep.memory)
 
 
 def _close_to_target(policy: ServicePolicy, estimate: Estimate) -> bool:
@@ -162,7 +164,9 @@ def _share_exhausted(contexts: Mapping[Role, PoolContext]) -> dict[Role, PoolCon
     return shared
 
 
-def _bounds(context: PoolContext) -> ReplicaBounds:
+def _bounds(context: PoolContext, sleep: Sleep) -> ReplicaBounds:
+    if sleep.verdict is not Verdict.AWAKE:
+        return _of_whole_service(context, sleep)
     if context.policy.mode is ScalingMode.MANUAL:
         return manual(context)
     if context.policy.mode is ScalingMode.EXTERNAL:
@@ -170,6 +174,20 @@ def _bounds(context: PoolContext) -> ReplicaBounds:
     if context.service.apply is AutoscalingPolicy.OFF:
         return off(context)
     return auto(context)
+
+
+def _of_whole_service(context: PoolContext, sleep: Sleep) -> ReplicaBounds:
+    """Bounds of a pool of a service that falls asleep, sleeps or wakes.
+
+    Its windows start again when it is awake, and every variant may be tried again.
+    """
+    context = context.with_history(
+        foreign=last_write(context), wants=(), over_since=None, idle_since=None, exhausted={}
+    )
+    if sleep.verdict is Verdict.SLEEP:
+        return context.bounds(Reason.SCALED_TO_ZERO, sleep.message, replicas=0)
+    count = max(1, context.policy.minimum)
+    return context.bounds(Reason.WOKEN_BY_REQUEST, sleep.message, replicas=count)
 
 
 def _decisions(policy: ServicePolicy, bounds: Mapping[Role, ReplicaBounds]) -> dict[Role, Decision]:
@@ -197,7 +215,7 @@ def _decision(bounds: ReplicaBounds, allocation: Allocation) -> Decision:
         variants=dict(allocation.variants),
         limited_by=None if limit is None else limit.value,
         candidates=() if need is None else need.candidates,
-        recommendation=_recommendation(context),
+        recommendation=_recommendation(context, reason),
         shares=_shares(context.estimate),
         cost_per_hour=_cost(context.policy, allocation.variants),
         conflict=bounds.conflict,
@@ -255,11 +273,13 @@ def _message(
     return "; ".join(parts)
 
 
-def _recommendation(context: PoolContext) -> int | None:
+def _recommendation(context: PoolContext, reason: Reason) -> int | None:
     """Replicas for the need alone, in the current mix, within minReplicas and maxReplicas."""
     need, speeds = context.need, context.speeds
     if need is None or context.policy.mode is not ScalingMode.AUTO:
         return None
+    if reason is Reason.SCALED_TO_ZERO:
+        return 0
     mean = sum(speeds.values()) / max(len(speeds), 1)
     if context.before:
         units = sum(speeds[name] * count for name, count in context.current.items())

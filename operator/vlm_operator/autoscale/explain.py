@@ -58,6 +58,8 @@ NEXT: Mapping[str, str] = {
     Reason.STEADY: _LOAD,
     Reason.SCALE_UP: _LOAD,
     Reason.WAKE: "more load, or no images for scaling.scaleToZero.idleSeconds",
+    Reason.SCALED_TO_ZERO: "a request at the gateway starts all pools",
+    Reason.WOKEN_BY_REQUEST: "more load, or no request for spec.scaleToZero.idleSeconds",
     Reason.AT_ZERO: "images, enough to be worth a replica",
     Reason.NOT_BOTTLENECK: "growth of its own queue or use: more replicas would not shorten TTFT",
     Reason.UNATTAINABLE: "faster node types, smaller images or another target",

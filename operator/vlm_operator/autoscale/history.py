@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.sleep import SleepMemory
 from vlm_operator.names import Role
 
 KEPT_DECISIONS = 8
@@ -95,7 +96,9 @@ class ScalingMemory:
 
     Attributes:
         strained_at: time at which TTFT or ITL last exceeded its margin; None if it never did.
+        sleep: None if the service does not scale to zero.
     """
 
     pools: Mapping[Role, ScalingHistory] = dataclasses.field(default_factory=dict)
     strained_at: float | None = None
+    sleep: SleepMemory | None = None

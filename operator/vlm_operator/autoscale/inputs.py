@@ -17,6 +17,7 @@ from vlm_operator.autoscale.policy import (
     PoolPolicy,
     Ratio,
     ServicePolicy,
+    SleepPolicy,
     VariantPolicy,
     ZeroPolicy,
 )
@@ -59,6 +60,9 @@ def service_policy(
         interval_seconds=float(spec.autoscaling.interval_seconds),
         backlog_seconds=float(spec.autoscaling.backlog_seconds),
         constants=constants,
+        sleep=None
+        if spec.scale_to_zero is None
+        else SleepPolicy(float(spec.scale_to_zero.idle_seconds)),
     )
 
 
@@ -88,6 +92,7 @@ def service_view(
             for role in service.spec.pools.present
         },
         samples=observed.samples,
+        gateways=tuple(pod.uid for pod in observed.of(Role.GATEWAY) if pod.served or pod.deleting),
     )
 
 

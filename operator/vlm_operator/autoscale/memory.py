@@ -28,7 +28,11 @@ def dump(memory: Memory) -> str:
         role: dataclasses.replace(history, since=0.0, wants=(), over_since=None, idle_since=None)
         for role, history in memory.pace.pools.items()
     }
-    lasting = Memory(estimate=memory.estimate.lasting, pace=ScalingMemory(pools))
+    sleep = memory.pace.sleep
+    lasting = Memory(
+        estimate=memory.estimate.lasting,
+        pace=ScalingMemory(pools, sleep=None if sleep is None else sleep.lasting),
+    )
     value = _MEMORY.dump_python(lasting, mode="json", exclude_defaults=True)
     return json.dumps({"version": VERSION, **_rounded(value)}, sort_keys=True, allow_nan=False)
 
@@ -49,7 +53,7 @@ def load(text: str | None, *, now: float) -> Memory:
     except (ValueError, KeyError, TypeError, AttributeError):
         return Memory()
     pools = {role: dataclasses.replace(pace, since=now) for role, pace in found.pace.pools.items()}
-    return dataclasses.replace(found, pace=ScalingMemory(pools))
+    return dataclasses.replace(found, pace=ScalingMemory(pools, sleep=found.pace.sleep))
 
 
 def worth_writing(memory: Memory) -> bool:

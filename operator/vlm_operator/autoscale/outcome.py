@@ -24,6 +24,10 @@ class Reason(enum.StrEnum):
     STEADY = "Steady"  # the current replicas are what is needed
     SCALE_UP = "ScaleUp"  # the need exceeds the ready and starting replicas
     WAKE = "Wake"  # the first replica of a pool at zero
+    SCALED_TO_ZERO = (
+        "ScaledToZero"  # no request for spec.scaleToZero.idleSeconds: all pools at zero
+    )
+    WOKEN_BY_REQUEST = "WokenByRequest"  # a request waits at a gateway of a service at zero
     AT_ZERO = "AtZero"  # no work needs the pool
     NOT_BOTTLENECK = "NotBottleneck"  # other pools cause the wait: replicas here would not help
     UNATTAINABLE = "Unattainable"  # no number of replicas meets the target

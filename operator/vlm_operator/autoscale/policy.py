@@ -51,6 +51,17 @@ class ZeroPolicy:
 
 
 @dataclasses.dataclass(frozen=True)
+class SleepPolicy:
+    """The rule by which the whole service scales to zero.
+
+    Attributes:
+        idle_seconds: time without a request after which it does.
+    """
+
+    idle_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class PoolPolicy:
     """The manifest's settings of one pool's size.
 
@@ -123,6 +134,7 @@ class ServicePolicy:
         window_seconds: window of percentiles and shares.
         backlog_seconds: time within which a pool works off its queue.
         fallback: replicas by role after metrics have been missing for `constants.missing_seconds`.
+        sleep: rule for scaling all pools to zero; None if the service never does.
     """
 
     pools: Mapping[Role, PoolPolicy]
@@ -137,3 +149,4 @@ class ServicePolicy:
     interval_seconds: float = float(_AUTOSCALING.interval_seconds)
     backlog_seconds: float = float(_AUTOSCALING.backlog_seconds)
     constants: Constants = CONSTANTS
+    sleep: SleepPolicy | None = None

@@ -69,8 +69,10 @@ class View:
     Attributes:
         now: seconds since the epoch.
         samples: fresh samples by pod uid, gateways included. A pod without an entry did not answer.
+        gateways: uids of the gateway pods that may have requests.
     """
 
     now: float
     pools: Mapping[Role, PoolView]
     samples: Mapping[str, Sample]
+    gateways: tuple[str, ...] = ()

@@ -163,6 +163,9 @@ def gateway_config(service: VLMService) -> dict[str, Any]:
         },
         "max_model_len_tokens": spec.model.max_model_len,
         "on_demand": "InlineAtPrefill" if zero is None else zero.while_at_zero.value,
+        "wake_timeout_seconds": None
+        if spec.scale_to_zero is None
+        else spec.scale_to_zero.wake_timeout_seconds,
         "admission": {
             "max_queue_seconds": None if admission is None else admission.max_queue_seconds,
             "on_exceeded": "Queue" if admission is None else admission.on_exceeded.value,

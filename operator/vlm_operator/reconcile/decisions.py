@@ -95,7 +95,12 @@ class TurnPlan:
     @property
     def asleep(self) -> bool:
         """Whether a pool has zero replicas and its gateways queue requests until it scales up."""
-        return not self.service.spec.stopped and any(
+        if self.service.spec.stopped:
+            return False
+        sleep = self.sizing.outcome.memory.pace.sleep
+        if sleep is not None and sleep.state in ("falling", "asleep"):
+            return True
+        return any(
             self.desired[role] == 0
             and pool.zero is not None
             and pool.zero.while_at_zero is WhileAtZero.QUEUE
@@ -263,12 +268,16 @@ def _check_budget(policy: ServicePolicy) -> None:
 
 
 def _least(policy: ServicePolicy, price: Callable[[VariantPolicy], float]) -> float:
-    """Return the least total price of all pools at their minimum, on their cheapest variants."""
-    return sum(_least_of(pool, price) for pool in policy.pools.values())
+    """Return the least total price of all pools at their minimum, on their cheapest variants.
+
+    A service that wakes starts at least one pod of each pool.
+    """
+    least = 0 if policy.sleep is None else 1
+    return sum(_least_of(pool, price, least) for pool in policy.pools.values())
 
 
-def _least_of(pool: PoolPolicy, price: Callable[[VariantPolicy], float]) -> float:
-    missing = pool.replicas if pool.mode is ScalingMode.MANUAL else pool.minimum
+def _least_of(pool: PoolPolicy, price: Callable[[VariantPolicy], float], least: int) -> float:
+    missing = pool.replicas if pool.mode is ScalingMode.MANUAL else max(pool.minimum, least)
     total = 0.0
     for item in sorted(pool.variants, key=price):
         count = missing if item.max_replicas is None else min(missing, item.max_replicas)

@@ -258,7 +258,8 @@ def stored_memory(observed: Observed, name: str) -> Memory:
 
 def _decided(memory: Memory) -> Hashable:
     """Return a value that changes only with a new decision."""
-    return tuple(
+    sleep = memory.pace.sleep
+    return None if sleep is None else sleep.lasting, tuple(
         (role, pace.changes, tuple(pace.exhausted), pace.foreign)
         for role, pace in memory.pace.pools.items()
     )

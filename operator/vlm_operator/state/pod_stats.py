@@ -107,4 +107,6 @@ class Sample:
     )  # "encode", "prefill", …
     gaps: ItlHistogram | None = None  # gateways only
     held_for: Mapping[str, int] = dataclasses.field(default_factory=dict)  # gateways: role → count
+    idle_seconds: float | None = None  # gateways, not of older images: since the last request
+    waiting_for_wake: int = 0  # gateways: requests that wait for a service at zero
     device: str = ""  # workers: `cpu`, `cuda:0`; "" from an older image

@@ -127,9 +127,29 @@ def ready(view: StatusInputs) -> ConditionState:
                 return state(False, failure.reason, failure.message)
             if state_of_role.reason == ConditionReason.WAITS_FOR_MODEL:
                 return waits_for_model(view, "Ready", status=False)
+            if view.sleep_state == "waking" and role is not Role.GATEWAY:
+                message = f"the service starts from zero: {state_of_role.message}"
+                return state(False, ConditionReason.WAKING, message)
             return state(False, state_of_role.reason, state_of_role.message)
     model = view.service.spec.model.served_name
+    if asleep(view):
+        return state(True, Reason.SCALED_TO_ZERO, _sleeps(view))
     return state(True, "Serving", f"{model} is served at {view.url}")
+
+
+def asleep(view: StatusInputs) -> bool:
+    """Whether the whole service is at zero until a request comes."""
+    return view.sleep_state in ("falling", "asleep") and not any(view.desired.values())
+
+
+def _sleeps(view: StatusInputs) -> str:
+    memory = view.outcome.memory.pace.sleep
+    assert memory is not None
+    since = datetime.datetime.fromtimestamp(memory.since, datetime.UTC)
+    return (
+        f"all pools are at zero since {since:%Y-%m-%d %H:%M:%S} UTC, because no request came; "
+        f"a request at {view.url} starts them and waits for its answer"
+    )
 
 
 def rollout(view: StatusInputs) -> ConditionState:

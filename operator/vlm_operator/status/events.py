@@ -72,8 +72,8 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
     if turned("Ready", "True"):
         yield Event("Ready", message("Ready"))
     if turned("Ready", "False") and was.get("Ready", {}).get("status") == "True":
-        deleting = now["Ready"]["reason"] == ConditionReason.DELETING
-        yield Event("Draining" if deleting else "NotReady", message("Ready"))
+        reasons = {ConditionReason.DELETING: "Draining", ConditionReason.WAKING: "Waking"}
+        yield Event(reasons.get(now["Ready"]["reason"], "NotReady"), message("Ready"))
     if turned("CapacitySufficient", "False"):
         yield Event("Unschedulable", message("CapacitySufficient"))
     if (

@@ -12,6 +12,7 @@ from vlm_operator.api.status import ConditionType
 from vlm_operator.autoscale.decide import Outcome
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.sleep import SleepState
 from vlm_operator.names import Role
 from vlm_operator.rollout.steps import Step
 from vlm_operator.state import Observed, PodState, Revision, Sample
@@ -36,6 +37,7 @@ class ConditionReason(enum.StrEnum):
     NO_SPARE = "NoSpareCapacity"
     ROLLING_BACK = "RollingBack"
     LIMITED = "Limited"
+    WAKING = "Waking"
     ROLLED_BACK = "RolledBack"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     DOWNLOAD_FAILED = "DownloadFailed"
@@ -119,6 +121,12 @@ class StatusInputs:
     @property
     def decisions(self) -> Mapping[Role, Decision]:
         return self.outcome.decisions
+
+    @property
+    def sleep_state(self) -> SleepState | None:
+        """Whether the service sleeps; None if it never does."""
+        sleep = self.outcome.memory.pace.sleep
+        return None if sleep is None else sleep.state
 
     def history(self, role: Role) -> tuple[Decision, ...]:
         """Return the last decisions that changed a pool, newest last."""
