@@ -94,7 +94,10 @@ class Cluster:
                     samples[pod.lifecycle.uid] = self._with_jitter(pod.sample())
         inflight = sum(pod.inflight for pool in self.pools.values() for pod in pool.pods)
         samples[GATEWAY_UID] = self.gateway.metrics.sample(
-            held=self.gateway.held, inflight=inflight
+            held=self.gateway.held,
+            inflight=inflight,
+            asleep=self.gateway.asleep,
+            idle_seconds=self.gateway.idle_seconds,
         )
         if self._noise.loss:
             samples = {
@@ -104,6 +107,7 @@ class Cluster:
             now=self.epoch + self.clock.now,
             pools={role: pool.view(self.epoch) for role, pool in self.pools.items()},
             samples=samples,
+            gateways=(GATEWAY_UID,),
         )
 
     def latencies(self) -> Mapping[str, float]:

@@ -50,6 +50,10 @@ class Gateway:
         self._without_encoder: deque[Job] = deque()
         self._without_reservation: deque[Job] = deque()
         self._without_prefill: deque[Job] = deque()
+        self._sleeps = policy.sleep is not None
+        self._asleep: deque[Job] = deque()
+        self._unended = 0
+        self._last_active = 0.0
 
     @property
     def waiting(self) -> Mapping[Role, int]:
@@ -57,7 +61,7 @@ class Gateway:
         return {
             Role.ENCODER: len(self._without_encoder),
             Role.PREFILL: len(self._without_prefill),
-            Role.DECODE: len(self._without_reservation),
+            Role.DECODE: len(self._without_reservation) + len(self._asleep),
         }
 
     @property
@@ -67,10 +71,22 @@ class Gateway:
             Role.ENCODER: self._encoders(),
             Role.PREFILL: self._prefills(),
         }
-        return {role: count for role, count in self.waiting.items() if not accepting.get(role)}
+        waiting = {**self.waiting, Role.DECODE: len(self._without_reservation)}
+        return {role: count for role, count in waiting.items() if not accepting.get(role)}
+
+    @property
+    def asleep(self) -> int:
+        """Number of requests that wait for the pods of a service at zero."""
+        return len(self._asleep)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last request; 0 while one is in flight."""
+        return 0.0 if self._unended else self._clock.now - self._last_active
 
     def arrive(self, request: Request) -> None:
         """Accept one request now."""
+        self._unended += 1
         job = Job(
             request,
             visual_tokens=self._hardware.visual_tokens(request.patches),
@@ -78,10 +94,12 @@ class Gateway:
         )
         self.jobs.append(job)
         job.add_stage("gateway", self._hardware.gateway_seconds)
-        self._clock.after(self._hardware.gateway_seconds, lambda: self._route(job))
+        self._clock.after(self._hardware.gateway_seconds, lambda: self._admit(job))
 
     def accepting_changed(self) -> None:
         """Route all waiting requests again, after pods started or stopped accepting work."""
+        for _ in range(len(self._asleep)):
+            self._wake(self._asleep.popleft())
         for waiting, route in (
             (self._without_encoder, self._encode),
             (self._without_prefill, self._prefill),
@@ -148,7 +166,26 @@ class Gateway:
     def ended(self, job: Job) -> None:
         """Record the end of a job, after its last token or its refusal."""
         assert job.ended_at is None, "a request ends once"
-        job.ended_at = self._clock.now
+        job.ended_at = self._last_active = self._clock.now
+        self._unended -= 1
+
+    def _admit(self, job: Job) -> None:
+        """Route a request, or hold it if the service is at zero."""
+        if self._sleeps and not (self._decoders() and self._prefills()):
+            job.queued_at = self._clock.now
+            self._asleep.append(job)
+        else:
+            self._route(job)
+
+    def _wake(self, job: Job) -> None:
+        """Route a request that was held, once every stage of it has a pod."""
+        inline = self._while_at_zero is WhileAtZero.INLINE_AT_PREFILL
+        encodes = not job.request.patches or inline or self._encoders()
+        if not (self._decoders() and self._prefills() and encodes):
+            self._asleep.append(job)
+            return
+        job.wake_seconds = self._clock.now - job.queued_at
+        self._route(job)
 
     def _route(self, job: Job) -> None:
         if job.request.patches:
@@ -211,7 +248,7 @@ class Gateway:
         if job.embedded_at is None or job.reserved_at is None:
             return
         if job.reserved_at > job.embedded_at and job.first_token_at is None:
-            routed_at = job.request.at + self._hardware.gateway_seconds
+            routed_at = job.request.at + self._hardware.gateway_seconds + job.wake_seconds
             job.stages = {"gateway": self._hardware.gateway_seconds}
             job.add_stage("decode_reserve", job.reserved_at - routed_at)
         self._prefill(job)

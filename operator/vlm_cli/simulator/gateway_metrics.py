@@ -80,16 +80,29 @@ class GatewayMetrics:
         self.itl_counts = [0.0] * len(ITL_BUCKETS)
 
     def first_token(self, job: Job) -> None:
-        """Record the TTFT of a job; time of no stage is added to `other`."""
+        """Record the TTFT of a job, without its wait for a wake-up.
+
+        Time of no stage is added to `other`.
+        """
         assert job.ttft is not None
-        job.add_other(job.ttft)
+        seconds = job.ttft - job.wake_seconds
+        job.add_other(seconds)
         name = job.request.modality
         if name not in self._modalities:
             self._modalities[name] = _Modality(self._targets.get(name))
-        self._modalities[name].add(job.ttft, job.stages)
+        self._modalities[name].add(seconds, job.stages)
 
-    def sample(self, *, held: Mapping[Role, int], inflight: int) -> Sample:
-        """Return the gateway's report; `held`: number of requests by the pool they wait for."""
+    def sample(
+        self, *, held: Mapping[Role, int], inflight: int, asleep: int, idle_seconds: float
+    ) -> Sample:
+        """Return the gateway's report.
+
+        Args:
+            held: number of requests by the pool they wait for.
+            inflight: requests in flight.
+            asleep: requests that wait for a service at zero.
+            idle_seconds: time since the last request.
+        """
         cumulative = [int(count) for count in itertools.accumulate(self.itl_counts)]
         return Sample(
             pod_uid=UID,
@@ -108,4 +121,6 @@ class GatewayMetrics:
             config_hash=None,
             gaps=ItlHistogram(cumulative[-1], dict(zip(ITL_BUCKETS, cumulative, strict=True))),
             held_for={role.value: count for role, count in held.items() if count},
+            idle_seconds=idle_seconds,
+            waiting_for_wake=asleep,
         )

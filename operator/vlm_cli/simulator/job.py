@@ -53,6 +53,7 @@ class Job:
         embedded_at: arrival of its last embedding at prefill.
         reserved_at: time of its KV reservation on a decode pod.
         refused: whether the gateway refused it.
+        wake_seconds: wait for the pods of a service at zero; its stages begin after it.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class Job:
     first_token_at: float | None = None
     ended_at: float | None = None
     refused: bool = False
+    wake_seconds: float = 0.0
 
     @property
     def prompt_tokens(self) -> int:

@@ -16,6 +16,7 @@ from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 
 EPOCH = 1_767_225_600.0  # 2026-01-01T00:00Z: start of simulated time
+_WAKE_TICK_SECONDS = 1.0  # between two looks at a service at zero
 _MAX_SECONDS_AFTER_TRACE = 3600.0  # maximum time after the trace's end, for requests in flight
 
 
@@ -130,11 +131,11 @@ def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 
     for at, role in setup.crashes:
         cluster.clock.at(at, cluster.pools[role].crash)
     moments: list[Moment] = []
-    tick, now = setup.policy.interval_seconds, 0.0
+    now = 0.0
     while now < trace.seconds or (
         _has_unended_job(cluster) and now < trace.seconds + _MAX_SECONDS_AFTER_TRACE
     ):
-        now += tick
+        now += _tick_seconds(setup.policy, cluster)
         cluster.clock.run(now)
         reading = Reading(cluster.view(), cluster.gateway.waiting, cluster.latencies)
         choices = autoscaler.decide(reading)
@@ -150,6 +151,12 @@ def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 
         moments=tuple(moments),
         inline_images=cluster.gateway.inline_images,
     )
+
+
+def _tick_seconds(policy: ServicePolicy, cluster: Cluster) -> float:
+    """Return the seconds until the next decision; the operator looks sooner at zero."""
+    at_zero = policy.sleep is not None and not any(pool.replicas for pool in cluster.pools.values())
+    return min(policy.interval_seconds, _WAKE_TICK_SECONDS) if at_zero else policy.interval_seconds
 
 
 def _arrivals(cluster: Cluster, trace: Trace) -> None:
