@@ -4,6 +4,8 @@ awake ─ no request for idleSeconds, every gateway answered ─▶ falling ─ 
   ▲                                                                                       │
   └── a pod of every pool is ready ── waking ◀── a request waits, or a VLMPool is written ┘
 
+A new service is `waking`, too: the idle time begins when a pod of every pool is ready.
+
 Only gateways know requests. What is unknown counts as a request: a gateway that is silent, one that
 ended, and all time before the first tick of this process. A service that was woken before
 `idle_seconds` of sleep had passed, needs twice the idle time for the next sleep, at most
@@ -93,19 +95,21 @@ def decide_sleep(policy: ServicePolicy, view: View, memory: SleepMemory | None) 
     """Decide whether the service sleeps. Without `policy.sleep` it never does."""
     if policy.sleep is None or policy.apply is not AutoscalingPolicy.ACTIVE:
         return Sleep(Verdict.AWAKE)
-    before = memory or SleepMemory(since=view.now)
+    before = memory or SleepMemory("waking", view.now)
     first = before.active_at is None
     activity = _activity(view, before)
     before = dataclasses.replace(before, active_at=activity.at, gateways=view.gateways)
     at_zero = _at_zero(view)
-    fell = before.state == "falling" or (before.state == "awake" and first)
+    fell = before.state == "falling" or (first and (memory is None or before.state == "awake"))
     if fell and at_zero and _owned(view):
         before = _enter(before, "asleep", before.since if before.state == "falling" else view.now)
     if before.state == "asleep":
         return _asleep(policy, view, before, activity, at_zero=at_zero)
-    if before.state == "waking" and at_zero:  # the last tick's decision was not carried out
-        return Sleep(Verdict.WAKE, "a request woke the service", before)
-    if before.state == "waking" and _all_ready(view):
+    if before.state == "waking":
+        if at_zero:  # the last tick's decision was not carried out
+            return Sleep(Verdict.WAKE, "a request woke the service", before)
+        if not _all_ready(view):
+            return Sleep(Verdict.AWAKE, "", before)
         before = _enter(before, "awake", view.now)
     return _awake(policy, view, before, activity)
 

@@ -207,6 +207,28 @@ def test_a_new_service_starts_before_it_may_sleep():
     assert {item.to for item in found.values()} == {1}
 
 
+def test_a_slow_first_start_is_no_idle_time():
+    world = SleepWorld(sleeper())
+    world.startup = 20 * IDLE
+    for item in world.pods:
+        item.phase, item.ready_since = "starting", None
+    while not all(item.phase == "ready" for item in world.pods):
+        assert "ScaledToZero" not in reasons(world.turn())
+    assert until_asleep(world) >= IDLE
+
+
+def test_a_service_whose_pods_never_become_ready_stays_and_shows_why():
+    world = SleepWorld(sleeper())
+    until_asleep(world)
+    world.turn()
+    world.startup = 1e9
+    world.ask(world.gateways[0])
+    world.turn(1.0)
+    world.gateways[0].requests.clear()  # its client has left
+    for _ in range(200):
+        assert "ScaledToZero" not in reasons(world.turn())
+
+
 def test_a_deleted_vlmpool_of_a_sleeping_service_comes_back_at_zero():
     world = SleepWorld(sleeper())
     until_asleep(world)
@@ -333,6 +355,7 @@ def test_a_variant_without_nodes_before_the_sleep_is_tried_again():
     world.policy = dataclasses.replace(
         world.policy, pools={Role.DECODE: pool(Role.DECODE, variant("a", startup_seconds=1.0))}
     )
+    world.turn()
     world.nodes = {"a": 0}
     for item in world.pods:
         item.phase, item.created = "pending", world.now - 1e4
