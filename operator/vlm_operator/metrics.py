@@ -90,6 +90,12 @@ SCALE_LIMITED = Gauge(
     ["namespace", "service", "role", "bound"],
     registry=REGISTRY,
 )
+WAKING = Gauge(
+    "triptych_waking",
+    "1 while a service starts from zero and makes progress; absent if it does not scale to zero.",
+    ["namespace", "service"],
+    registry=REGISTRY,
+)
 ACCELERATORS = Gauge(
     "triptych_accelerators",
     "Accelerators of a pool's scheduled pods.",
@@ -121,6 +127,7 @@ OF_A_SERVICE = (
     RECOMMENDED_REPLICAS,
     READY_REPLICAS,
     SCALE_LIMITED,
+    WAKING,
     ACCELERATORS,
     COST_PER_HOUR,
     TTFT_TARGET,

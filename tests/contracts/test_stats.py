@@ -86,10 +86,12 @@ def test_the_operator_reads_the_gaps_and_stages_of_a_gateway() -> None:
         "ttft": {modality: ttft.body for modality, ttft in meters.ttft.items()},
         "gaps": meters.gaps,
         "held_for": {"encoder": 2},
+        "wake": {"idle_seconds": 12.5, "waiting_requests": 3},
     }
     jsonschema.validate(document, SCHEMA)
     sample = parse_stats(json.loads(json.dumps(document)))
     assert sample.held_for == {"encoder": 2}
+    assert (sample.idle_seconds, sample.waiting_for_wake) == (12.5, 3)
     assert sample.gaps is not None
     assert (sample.gaps.count, sample.gaps.buckets[0.02], sample.gaps.buckets[0.25]) == (3, 2, 2)
     encode = sample.ttft["image"].stages["encode"]

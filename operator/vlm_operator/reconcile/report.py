@@ -35,6 +35,7 @@ from vlm_operator.metrics import (
     SCALE_DECISIONS,
     SCALE_LIMITED,
     TTFT_TARGET,
+    WAKING,
     set_or_remove,
 )
 from vlm_operator.names import Role
@@ -49,8 +50,10 @@ from vlm_operator.status.build import (
     pool_cost_per_hour,
     pool_status_of_kind,
 )
+from vlm_operator.status.conditions import stalled
 from vlm_operator.status.events import Event, foreign_event
 from vlm_operator.status.inputs import ConditionReason, Failure, StatusInputs
+from vlm_operator.status.readiness import examined
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +222,7 @@ class Reporter:
         for certificate in view.identity.certificates:
             role = certificate.role
             IDENTITY_EXPIRY.labels(*service, role.value).set(certificate.not_after)
+        set_or_remove(WAKING, _waking(view), *service)
         targets = view.policy.ttft_seconds
         for modality in ("text", "image", "video"):
             set_or_remove(TTFT_TARGET, targets.get(modality), *service, modality)
@@ -249,6 +253,13 @@ class Reporter:
         logger.info("decision", extra={"service": service, "decided": decided})
         for part in parts:
             logger.info("decision record", extra={"service": service, "record": part})
+
+
+def _waking(view: StatusInputs) -> float | None:
+    """Return 1 if the service starts from zero and needs no user; None if it never sleeps."""
+    if view.sleep_state is None:
+        return None
+    return float(view.sleep_state == "waking" and not stalled(examined(view)).status)
 
 
 def stored_memory(observed: Observed, name: str) -> Memory:

@@ -127,7 +127,7 @@ def ready(view: StatusInputs) -> ConditionState:
                 return state(False, failure.reason, failure.message)
             if state_of_role.reason == ConditionReason.WAITS_FOR_MODEL:
                 return waits_for_model(view, "Ready", status=False)
-            if view.sleep_state == "waking" and role is not Role.GATEWAY:
+            if view.sleep_state == "waking" and view.settled and not problems(view, role):
                 message = f"the service starts from zero: {state_of_role.message}"
                 return state(False, ConditionReason.WAKING, message)
             return state(False, state_of_role.reason, state_of_role.message)

@@ -16,10 +16,12 @@ from support.sizing import pool, variant
 from support.sleepers import IDLE, GatewayPod, SleepWorld, random_life, sleeper
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
-from vlm_operator.autoscale.decide import Memory, decide_replicas
+from vlm_operator.autoscale.decide import Memory, decide, decide_replicas
+from vlm_operator.autoscale.explain import explain
 from vlm_operator.autoscale.history import ScalingMemory
 from vlm_operator.autoscale.memory import dump, load
 from vlm_operator.autoscale.policy import Budget, Ratio
+from vlm_operator.autoscale.record import Record, differences, load_record, replay
 from vlm_operator.autoscale.sleep import Verdict, decide_sleep
 from vlm_operator.names import Role
 
@@ -364,6 +366,31 @@ def test_a_variant_without_nodes_before_the_sleep_is_tried_again():
     world.nodes = {}
     world.ask(world.gateways[0])
     assert world.turn()[Role.DECODE].to == 1
+
+
+# Records
+
+
+def test_the_record_of_each_tick_replays_and_says_why():
+    """The recorded tick has the gateways' reports and what the last tick knew of the sleep."""
+    world, memory, said = SleepWorld(sleeper()), Memory(), []
+    for turn in range(40):
+        if turn == 25:
+            world.ask(world.gateways[0])
+        view = world.view()
+        outcome = decide(world.policy, view, memory)
+        record = Record("ns/demo", world.policy, view, memory, outcome)
+        again = load_record(record.dump())
+        assert differences(again, replay(again)) == []
+        said.append(explain(again))
+        memory = outcome.memory
+        world.carry_out(outcome.decisions)
+        world.pass_time(5.0)
+    asleep = next(text for text in said if "ScaledToZero, 1 → 0" in text)
+    assert "no request for 60 s; a request at the gateway wakes the service" in asleep
+    assert "next     a request at the gateway starts all pools" in asleep
+    woken = next(text for text in said if "WokenByRequest, 0 → 1" in text)
+    assert "a request woke the service, which was at zero for" in woken
 
 
 # Laws over made-up lives

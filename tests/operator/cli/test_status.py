@@ -71,6 +71,20 @@ async def test_all_services_are_a_table(
     ]
 
 
+async def test_a_service_at_zero_is_asleep_and_says_how_it_wakes(
+    kubeconfig: str, add_service: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "all pools are at zero; a request starts them"
+    ready = {"type": "Ready", "status": "True", "reason": "ScaledToZero", "message": told}
+    add_service("demo", conditions=[ready], **FULL)
+    await show(kubeconfig)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:2] == ["demo", "True"]
+    assert lines[2] == f"demo: ScaledToZero: {told}"
+    await show(kubeconfig, "demo")
+    assert "True asleep" in capsys.readouterr().out
+
+
 async def test_all_namespaces_are_shown_on_demand(
     kubeconfig: str, add_service: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,15 @@ def test_a_service_adds_its_pods():
     assert (found.kv_used, found.kv_capacity) == (400, 2000)
 
 
+def test_a_service_at_zero_is_asleep():
+    ready = {"type": "Ready", "status": "True", "reason": "ScaledToZero", "message": ""}
+    service = {**SERVICE, "status": {"conditions": [ready]}}
+    snapshots = [
+        Snapshot([service], [reading("gateway", stats("gateway"), at=at)]) for at in (1, 3)
+    ]
+    assert [row.ready for row in rows(*snapshots) if not row.role] == ["1/1 asleep"]
+
+
 def test_the_hit_rate_is_of_the_interval():
     old, new = cache(hits=100, misses=0), cache(hits=103, misses=1)
     values = stats("encoder", encoder_cache=old), stats("encoder", encoder_cache=new)

@@ -14,6 +14,7 @@ from support.load import FAST, QUICK, SLO, auto, replicas, run, said, seen
 from support.world import World, body
 from vlm_operator import names
 from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, EVENT, VLM_POOL, VLM_SERVICE
+from vlm_operator.metrics import REGISTRY
 from vlm_operator.names import Role
 from vlm_operator.pods.gateway import CONFIG_KEY
 from vlm_operator.state import PodState, Sample
@@ -110,6 +111,37 @@ def test_it_sleeps_wakes_and_sleeps_again_and_says_so():
     assert {"Waking", "Ready", "ScaledUp", "ScaledDown"} <= set(posted(world))
     assert "NotReady" not in posted(world)
     asleep(world)
+
+
+def test_a_wake_up_is_measured_until_a_user_must_act():
+    def waking(world: World) -> float | None:
+        labels = {"namespace": "ns", "service": "demo"}
+        return REGISTRY.get_sample_value("triptych_waking", labels)
+
+    world = asleep(sleeping_world())
+    assert waking(world) == 0
+    world.scraper.ask()
+    world.turn()
+    assert waking(world) == 1
+    for _ in range(20):  # no pod becomes ready
+        run(world, turns=1, seconds=60.0, start=False)
+    assert world.condition("Stalled")["status"] == "True"
+    assert waking(world) == 0
+    edit(world, scaleToZero=None)
+    world.turn()
+    assert waking(world) is None
+
+
+def test_a_pod_that_cannot_start_is_the_cause_and_not_waking():
+    world = asleep(sleeping_world())
+    world.scraper.ask()
+    world.turn()
+    assert ready(world) == ("False", "Waking")
+    for _ in range(3):
+        run_controllers(world.cluster, crash=lambda pod: "decode" in pod["metadata"]["name"])
+        world.turn()
+    assert ready(world) == ("False", "CrashLoop")
+    assert world.condition("Stalled")["status"] == "True"
 
 
 def test_an_operator_of_a_sleeping_service_looks_every_second_and_writes_nothing():

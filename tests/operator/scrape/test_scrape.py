@@ -84,6 +84,7 @@ GATEWAY = {
     "role": "gateway",
     "gaps": {"count": 7, "buckets": {"0.05": 4, "+Inf": 7}},
     "held_for": {"encoder": 2},
+    "wake": {"idle_seconds": 12.5, "waiting_requests": 3},
 }
 
 
@@ -93,9 +94,11 @@ def test_work_gaps_and_held_requests_are_read_where_an_image_reports_them():
     assert gateway.gaps is not None
     assert gateway.gaps.buckets == {0.05: 4, float("inf"): 7}
     assert gateway.held_for == {"encoder": 2}
-    left_out = ("busy", "gaps", "held_for")
+    assert (gateway.idle_seconds, gateway.waiting_for_wake) == (12.5, 3)
+    left_out = ("busy", "gaps", "held_for", "wake")
     old = parse_stats({key: item for key, item in EXAMPLE.items() if key not in left_out})
     assert (old.busy, old.gaps, old.held_for) == ({}, None, {})
+    assert (old.idle_seconds, old.waiting_for_wake) == (None, 0), "unknown is not idle"
 
 
 def test_buckets_of_a_stage_are_read_beside_its_seconds():
@@ -129,6 +132,8 @@ def test_absurd_gaps_and_absurd_held_counts_drop_the_whole_sample(value: Any):
         {"gaps": {"count": value, "buckets": {}}},
         {"gaps": {"count": 1, "buckets": {"0.1": value}}},
         {"held_for": {"encoder": value}},
+        {"wake": {"idle_seconds": value, "waiting_requests": 0}},
+        {"wake": {"idle_seconds": 0.0, "waiting_requests": value}},
     ):
         with pytest.raises((ValueError, TypeError)):
             parse_stats({**GATEWAY, **changed})

@@ -87,16 +87,20 @@ class SleepWorld(World):
         gateway.active = self.now
 
     def turn(self, seconds: float = 5.0) -> dict[Role, Decision]:
-        """One turn of the operator; then time passes, in steps of at most a second."""
+        """One turn of the operator; then time passes."""
         needs = [need(0.5, role) for role in self.policy.pools]
         found = self.tick(needs, seconds=0.0)
+        self.pass_time(seconds)
+        return found
+
+    def pass_time(self, seconds: float) -> None:
+        """Let pods start and requests end."""
         passed = 0.0
         while passed < seconds:
             step = min(1.0, seconds - passed)
             passed += step
             self.advance(step)
             self._route()
-        return found
 
     def _route(self) -> None:
         open_roles = {item.role for item in self.pods if item.phase in ("ready", "draining")}
