@@ -218,7 +218,7 @@ def test_a_new_operator_counts_the_idle_time_anew():
 
 
 @pytest.mark.parametrize("wakes", [False, True])
-def test_a_death_at_every_third_write_leaves_no_half_of_a_service(wakes):
+def test_a_death_at_every_fifth_write_leaves_no_half_of_a_service(wakes):
     at = 0
     while True:
         world = asleep(sleeping_world()) if wakes else sleeping_world()
@@ -236,7 +236,7 @@ def test_a_death_at_every_third_write_leaves_no_half_of_a_service(wakes):
         else:
             asleep(world)
             assert ready(world) == ("True", "ScaledToZero"), f"died at write {at}"
-        at += 3
+        at += 5
     assert at > 4
 
 

@@ -69,7 +69,7 @@ def test_a_service_sleeps_between_two_bursts_and_every_answer_comes():
     assert sum(cold.stages.values()) == pytest.approx(cold.ttft - cold.wake_seconds)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10_000),
     idle=st.sampled_from([10.0, 60.0]),
