@@ -37,8 +37,8 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=34_000, single_importers=38, short_files=16),
-    "operator": Count(lines=40_500, single_importers=53, short_files=33),
+    "worker": Count(lines=34_250, single_importers=38, short_files=16),
+    "operator": Count(lines=40_550, single_importers=53, short_files=33),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 
