@@ -22,7 +22,12 @@ from vlm_worker.types import Role
 from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.data_protocol import is_readable, receive_units, send_batch, shut_down
 from vlm_worker.wire.identity_store import IdentityStore
-from vlm_worker.wire.secure_connection import CHUNK_BYTES, SecureConnection, secure
+from vlm_worker.wire.secure_connection import (
+    RECEIVED_BYTES,
+    SENT_BYTES,
+    SecureConnection,
+    secure,
+)
 
 RECORD_BYTES = 1 << 14
 PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
@@ -73,7 +78,7 @@ def on_thread(work: object, *args: object) -> Iterator[None]:
 
 
 SIZES = st.integers(1, 70_000) | st.sampled_from(
-    [1, RECORD_BYTES - 1, RECORD_BYTES, RECORD_BYTES + 1, CHUNK_BYTES, CHUNK_BYTES + 1]
+    [1, RECORD_BYTES - 1, RECORD_BYTES, RECORD_BYTES + 1, SENT_BYTES + 1, RECEIVED_BYTES + 1]
 )
 
 

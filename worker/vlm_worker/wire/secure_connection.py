@@ -1,6 +1,7 @@
 """A data connection with mutual TLS 1.3: the calls of a blocking socket, over an `ssl.SSLObject`.
 
-    socket ─▶ 256 KiB of records ─▶ SSLObject ─▶ destination         and back
+    source ─▶ SSLObject ─▶ 64 KiB of records ─▶ socket
+    socket ─▶ 256 KiB of records ─▶ SSLObject ─▶ destination
 
 `SSLSocket` would make two system calls per record of 16 KiB, and a timeout per call. Here the
 socket stays a plain one: its timeouts, `MSG_DONTWAIT` and the end of the peer are as without TLS.
@@ -21,9 +22,12 @@ from typing import Any, Final
 from vlm_worker.wire.identity import Certificate, IdentityError, ServiceIdentity
 from vlm_worker.wire.identity_store import DATA_PROTOCOL, Credentials
 
-CHUNK_BYTES: Final = 1 << 18
-"""Bytes per system call; they stay in the L2 cache between the socket and the cipher."""
+SENT_BYTES: Final = 1 << 16
+"""Bytes per system call; a connection that sends holds them twice."""
+RECEIVED_BYTES: Final = 1 << 18
+"""Bytes per system call. A thread that receives holds them, and each connection of a consumer."""
 HANDSHAKE_BYTES: Final = 1 << 14
+"""Bytes per system call during the handshake, and of one record."""
 MAX_REPLY_BYTES: Final = 1024
 """Bytes that a peer may make this process send without asking for data, as KeyUpdate does."""
 MAX_AGE_SECONDS: Final = 3600.0
@@ -91,7 +95,7 @@ class SecureConnection:
         self._incoming.write(data)
         plain = bytearray()
         with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            while part := self._tls.read(CHUNK_BYTES):
+            while part := self._tls.read(HANDSHAKE_BYTES):
                 plain += part
         self._check_replies()
         return bytes(plain)
@@ -106,8 +110,8 @@ class SecureConnection:
 
     def sendall(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        for start in range(0, view.nbytes, CHUNK_BYTES):
-            self.raw.sendall(self.encrypt(view[start : start + CHUNK_BYTES]))
+        for start in range(0, view.nbytes, SENT_BYTES):
+            self.raw.sendall(self.encrypt(view[start : start + SENT_BYTES]))
 
     def recv(self, num_bytes: int, flags: int) -> bytes:
         """Up to `num_bytes` without consuming them; both MSG_PEEK and MSG_DONTWAIT must be set.
@@ -158,7 +162,7 @@ class SecureConnection:
             except ssl.SSLWantReadError:
                 self._check_replies()
                 encrypted = _encrypted()
-                num_received = self.raw.recv_into(encrypted, CHUNK_BYTES, flags)
+                num_received = self.raw.recv_into(encrypted, RECEIVED_BYTES, flags)
                 if not num_received:
                     return 0
                 self._incoming.write(encrypted[:num_received])
@@ -234,5 +238,5 @@ def _encrypted() -> memoryview:
     """A buffer of this thread for received records, which are copied before it is used again."""
     buffer: memoryview | None = getattr(_threads, "buffer", None)
     if buffer is None:
-        buffer = _threads.buffer = memoryview(bytearray(CHUNK_BYTES))
+        buffer = _threads.buffer = memoryview(bytearray(RECEIVED_BYTES))
     return buffer
