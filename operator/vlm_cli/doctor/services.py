@@ -21,7 +21,7 @@ _SECURITY = "pod-security.kubernetes.io/enforce"
 _NO_LEVEL = "without any"
 _LEVELS = ("privileged", "baseline", "restricted")
 # Reasons of Ready=False that need no action of a user.
-_TRANSIENT = ("PodsStarting", "PodsMissing", "Creating", "Stopping", "Deleting")
+_TRANSIENT = ("PodsStarting", "PodsMissing", "Creating", "WaitsForModel", "Stopping", "Deleting")
 # Other conditions to report, even if a service is Ready: type, and the status that is wrong.
 _OTHER_CONDITIONS = (
     ("ScalingActive", "False"),

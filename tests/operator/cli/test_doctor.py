@@ -168,6 +168,7 @@ def test_what_is_wrong_is_one_line_with_a_remedy(
     [
         ([("Ready", "False", "PodsPending", "decode 0/1: Pending")], "fail", "decode 0/1: Pending"),
         ([("Ready", "False", "PodsStarting", "decode 0/1")], "warn", "PodsStarting"),
+        ([("Ready", "False", "WaitsForModel", "waits for the model: x")], "warn", "WaitsForModel"),
         (
             [
                 ("Ready", "True", "Serving", ""),
