@@ -7,12 +7,14 @@ import re
 import signal
 import socket
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from served import elapsed
 from shell import commands, missing, terminal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
@@ -107,14 +109,18 @@ async def _type_page(folder: Path, port: str, *, full: bool, **exported: str) ->
     """Type the console blocks of the page; each command prints what the page shows."""
     typed_commands = list(commands(PAGE, full=full))
     assert len(typed_commands) >= (30 if full else 12)
+    began = time.monotonic()
     async with terminal() as shell:
         for name, value in exported.items():
             await shell.run(f'export {name}="{value}"')
         for command, shown in typed_commands:
             real = command.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
             printed, status = await shell.run(real.replace("/tmp/", f"{folder}/"))
-            assert status == 0, command
-            assert missing(shown, printed) == [], command
+            lost = missing(shown, printed)
+            if status or lost:  # what a reader of this failure needs
+                await shell.run("vlm status shapes; kubectl get events")
+            assert (status, lost) == (0, []), command
+    print(f"{len(typed_commands)} commands of {PAGE.name} in {elapsed(began)}")
 
 
 def test_a_line_that_a_command_does_not_print_is_found():
