@@ -189,6 +189,7 @@ def _options(settings: Settings) -> Options:
         cluster_domain=settings.cluster_domain,
         spare_seconds=settings.spare_seconds,
         identity="" if settings.identity_mode == "Off" else settings.identity_mode,
+        identity_check_seconds=settings.identity_check_seconds,
         constants=CONSTANTS if file is None else parse_constants(file.read_text()),
         plan=PlanOptions(images=images, network=network),
     )

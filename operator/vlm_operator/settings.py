@@ -39,7 +39,8 @@ class Settings:
     monitoring_namespace: str = ""
     model_sources: tuple[str, ...] = ()
     network_policies: bool = True
-    identity_mode: str = "Off"
+    identity_mode: str = "OperatorCA"
+    identity_check_seconds: float = 300.0
     resync_seconds: float = 60.0
     relist_seconds: float = 1800.0
     watch_seconds: int = 300
@@ -109,6 +110,9 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="create no NetworkPolicies for services; delete existing ones")  # fmt: skip
     add("--identity-mode", default=default.identity_mode, choices=["OperatorCA", "Off"],
         help="issuer of certificates, if spec.identity names none (%(default)s)")  # fmt: skip
+    add("--identity-check-seconds", type=float, default=default.identity_check_seconds, metavar="S",
+        help="interval in which each Secret of certificates is compared with what was written, by "
+        "a patch without a change (%(default)s)")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
         help="maximum time between full turns of a service, and interval of the lists that "
         "find changes of VLMServices without an event (%(default)s)")  # fmt: skip

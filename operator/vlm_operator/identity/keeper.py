@@ -56,12 +56,16 @@ class IdentityKeeper:
         cluster: client that is fenced by the lease.
         authority: the operator's CAs.
         check_seconds: interval in which each Secret is compared with what was written.
+        poll_seconds: interval in which cert-manager's Certificates are read.
     """
 
-    def __init__(self, cluster: Cluster, authority: Authority, *, check_seconds: float) -> None:
+    def __init__(
+        self, cluster: Cluster, authority: Authority, *, check_seconds: float, poll_seconds: float
+    ) -> None:
         self._cluster = cluster
         self._authority = authority
         self._check_seconds = check_seconds
+        self._poll_seconds = poll_seconds
         self._known: dict[str, Certificate] | None = None
         self._checked: dict[str, float] = {}
         self._failed: dict[str, tuple[float, str]] = {}
@@ -117,7 +121,7 @@ class IdentityKeeper:
         assert self._known is not None
         issuer = issuer_of(identity)
         if issuer is not None:
-            if now - self._checked.get(secret, float("-inf")) >= self._check_seconds:
+            if now - self._checked.get(secret, float("-inf")) >= self._poll_seconds:
                 await self._request(service, role, secret, identity, issuer)
                 self._checked[secret] = now
             return

@@ -49,6 +49,7 @@ class Options:
     spare_seconds: float = 120.0  # a new pod without a node for longer has no capacity
     constants: Constants = CONSTANTS  # of the autoscaler
     identity: str = ""  # issuer for services that name none; "" for plaintext
+    identity_check_seconds: float = 300.0  # between two comparisons of a Secret of certificates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,12 @@ class ServiceReconciler:
         self._gate = gate or asyncio.Semaphore(1)
         if authority is None:
             authority = Authority(cluster, namespace=names.OPERATOR_NAMESPACE, name=names.CA_SECRET)
-        self._keeper = IdentityKeeper(cluster, authority, check_seconds=resync)
+        self._keeper = IdentityKeeper(
+            cluster,
+            authority,
+            check_seconds=options.identity_check_seconds,
+            poll_seconds=resync,
+        )
         self._identity = IdentityState()
         self._uid: str | None = None
         self._seen: Observed | None = None

@@ -23,7 +23,13 @@ def live(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("identity")
     install(control_plane, folder)
     control_plane.kubectl("create", "namespace", "live")
-    found = Live(control_plane, folder, "--namespace=live", "--resync-seconds=3")
+    found = Live(
+        control_plane,
+        folder,
+        "--namespace=live",
+        "--resync-seconds=3",
+        "--identity-check-seconds=3",
+    )
     found.start()
     yield found
     control_plane.kubectl("-n", "live", "delete", "vlm", "--all", "--timeout=60s")
@@ -62,7 +68,7 @@ def test_secrets_are_issued_repaired_and_never_read(live: Live):
     ca = live.get("secret", "triptych-operator-ca", "triptych-system")
     assert len(ca["data"]) == 2
 
-    # a deletion and an edit are repaired within --resync-seconds
+    # a deletion and an edit are repaired within --identity-check-seconds
     live.kubectl("-n", "live", "delete", "secret", "certified-decode-identity")
     edit = json.dumps({"data": {"tls.crt": base64.b64encode(b"x").decode()}})
     live.kubectl("-n", "live", "patch", "secret", "certified-gateway-identity", "-p", edit)
