@@ -145,12 +145,6 @@ class VLMServiceSpec(Model):
             at=".poolRatios",
         ),
         *(_zero_needs_auto(role) for role in POOL_ROLES),
-        Rule(
-            name="zero-not-stopped",
-            holds="!has(self.scaleToZero) || !has(self.stopped) || !self.stopped",
-            message="a stopped service cannot wake: remove scaleToZero, or unset stopped",
-            at=".scaleToZero",
-        ),
         not_built(
             "admission",
             "!has(self.admission)",

@@ -61,7 +61,7 @@ def service_policy(
         backlog_seconds=float(spec.autoscaling.backlog_seconds),
         constants=constants,
         sleep=None
-        if spec.scale_to_zero is None
+        if spec.scale_to_zero is None or spec.stopped
         else SleepPolicy(float(spec.scale_to_zero.idle_seconds)),
     )
 

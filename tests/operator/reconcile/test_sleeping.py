@@ -13,7 +13,7 @@ from support.fakes import Died, DyingCluster, FakeScraper, run_controllers
 from support.load import FAST, QUICK, SLO, auto, replicas, run, said, seen
 from support.world import World, body
 from vlm_operator import names
-from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, EVENT, VLM_POOL, VLM_SERVICE
+from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, EVENT, POD, VLM_POOL, VLM_SERVICE
 from vlm_operator.metrics import REGISTRY
 from vlm_operator.names import Role
 from vlm_operator.pods.gateway import CONFIG_KEY
@@ -177,6 +177,20 @@ def test_removing_the_field_of_a_sleeping_service_starts_it():
     edit(world, scaleToZero=None)
     world.converge()
     assert ready(world) == ("True", "Serving")
+
+
+def test_stopping_a_sleeping_service_and_starting_it_again():
+    world = asleep(sleeping_world())
+    edit(world, stopped=True)
+    world.scraper.ask()  # a request of a gateway that ends
+    run(world, turns=5)
+    assert ready(world) == ("True", "Stopped")
+    assert not world.cluster.all(POD)
+    edit(world, stopped=False)
+    world.scraper.answer()
+    run(world, turns=8, seconds=3.0)
+    assert ready(world) == ("True", "Serving")
+    asleep(world)
 
 
 def test_a_request_in_a_worker_is_finished_before_its_pod_ends():

@@ -208,7 +208,7 @@ def _service(spec: Spec) -> Spec:
     found = _without("admission")(spec)
     if any(item["scaling"]["mode"] == "Auto" for item in pools):
         found["slo"] = {"ttftP95Milliseconds": 1000, **found.get("slo", {})}
-    if found.get("stopped") or any(item["scaling"]["mode"] != "Auto" for item in pools):
+    if any(item["scaling"]["mode"] != "Auto" for item in pools):
         found.pop("scaleToZero", None)
     found["poolRatios"] = [
         item
