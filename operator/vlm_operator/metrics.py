@@ -96,6 +96,12 @@ WAKING = Gauge(
     ["namespace", "service"],
     registry=REGISTRY,
 )
+STALLED = Gauge(
+    "triptych_stalled",
+    "1 while the condition Stalled of a service is True.",
+    ["namespace", "service"],
+    registry=REGISTRY,
+)
 ACCELERATORS = Gauge(
     "triptych_accelerators",
     "Accelerators of a pool's scheduled pods.",
@@ -128,6 +134,7 @@ OF_A_SERVICE = (
     READY_REPLICAS,
     SCALE_LIMITED,
     WAKING,
+    STALLED,
     ACCELERATORS,
     COST_PER_HOUR,
     TTFT_TARGET,

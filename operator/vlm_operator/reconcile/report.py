@@ -34,6 +34,7 @@ from vlm_operator.metrics import (
     RECOMMENDED_REPLICAS,
     SCALE_DECISIONS,
     SCALE_LIMITED,
+    STALLED,
     TTFT_TARGET,
     WAKING,
     set_or_remove,
@@ -86,8 +87,13 @@ class Reporter:
     ) -> Manifest:
         """Write the status if it differs, then post Events; returns the status in the API server.
 
-        If only measured values differ, the write may wait (`WritePacing`).
+        If only measured values differ, the write may wait (`WritePacing`). Sets `triptych_stalled`.
         """
+        is_stalled = any(
+            item["type"] == "Stalled" and item["status"] == "True"
+            for item in status.get("conditions", [])
+        )
+        STALLED.labels(self._namespace, self._name).set(is_stalled)
         present = body.get("status", {})
         status = self._pacing.due(present, status, now=now)
         if status != present:

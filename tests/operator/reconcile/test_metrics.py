@@ -75,3 +75,18 @@ def test_a_deleted_service_leaves_no_series():
     forget("ns", "demo")
     text = [one for family in REGISTRY.collect() for one in family.samples]
     assert not [one for one in text if one.labels.get("service") == "demo"]
+
+
+def test_a_stalled_service_is_counted_until_it_goes_on():
+    world = World(body(decode=pool()))
+    world.converge()
+    assert sample("stalled") == 0
+    world.apply(body({"slo": {"itlP95Milliseconds": 0}}, decode=pool()))  # as an older CRD let in
+    world.turn()
+    assert world.condition("Stalled")["status"] == "True"
+    assert sample("stalled") == 1
+    world.apply(body(decode=pool()))
+    world.converge()
+    assert sample("stalled") == 0
+    forget("ns", "demo")
+    assert sample("stalled") is None
