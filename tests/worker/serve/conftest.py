@@ -18,4 +18,5 @@ async def hub() -> AsyncIterator[Hub]:
     await site.start()
     hub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield hub
+    hub.resume.set()  # else the end waits a minute for a file that nobody reads any more
     await runner.cleanup()
