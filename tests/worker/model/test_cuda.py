@@ -12,6 +12,7 @@ from worker.identity.reference import MAX_TOKENS, shapes_reference
 from worker.identity.stepper import Stepper
 
 from vlm_worker.model.build import RunnerSettings, build_runner
+from vlm_worker.model.loader import load_model
 from vlm_worker.types import Stage
 
 pytestmark = [
@@ -36,6 +37,18 @@ def test_answers_on_a_gpu_are_those_of_transformers_on_a_cpu(max_graph_seqs: int
         stepper.generate(asked, max_tokens=MAX_TOKENS, chunk=50, eos=2)
         law.record([s.answer[n:] for s, n in zip(asked, before, strict=True)])
     law.check()
+
+
+def test_no_more_weights_are_reported_than_there_are() -> None:
+    moved: list[tuple[int, int]] = []
+
+    def report(step: str, done: int, total: int) -> None:
+        if step == "moving weights to cuda":
+            moved.append((done, total))
+
+    load_model(SHAPES, tuple(Stage), device="cuda", progress=report)  # its head is shared
+    assert moved == sorted(moved)
+    assert moved[-1][1] / 2 < moved[-1][0] <= moved[-1][1]
 
 
 def test_memory_of_graphs_is_kept_from_the_cache() -> None:

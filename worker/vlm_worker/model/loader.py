@@ -214,7 +214,8 @@ def _moved(model: Any, target: torch.device, progress: StartProgress) -> Any:
         done, total = 0, sum(parameter.nbytes for parameter in set(model.parameters()))
         for module in model.modules():
             if not any(module.children()):
-                waiting = [one for one in module.parameters() if one.device != target]
+                # a shared weight moves once; `cuda` has no index, and the weight's device has one
+                waiting = [one for one in module.parameters() if one.device.type != target.type]
                 module.to(target)
                 done += sum(parameter.nbytes for parameter in waiting)
                 progress(f"moving weights to {target.type}", done, total)
