@@ -94,6 +94,12 @@ def api_url(service: str, namespace: str, *, domain: str, port: int, tls: bool =
     return f"{scheme}://{host}/v1" if port == default else f"{scheme}://{host}:{port}/v1"
 
 
+def digest_of(value: object, *, length: int) -> str:
+    """Return `length` hexadecimal digits that differ if a JSON value differs."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
 def deployment(service: str, role: Role | str, variant: str, revision: str) -> str:
     """Name one Deployment, short enough that the hostname of its pods is the full pod name.
 

@@ -17,12 +17,11 @@ selector, matchLabels, nodeSelector         equal wanted, even if nothing is lea
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vlm_operator import names
 from vlm_operator.api import quantity
 from vlm_operator.cluster import Manifest
 from vlm_operator.state.deployments import ANNOTATION_APPLIED
@@ -74,10 +73,11 @@ class Drift:
 
 def with_digest(manifest: Manifest) -> Manifest:
     """Return the manifest with its own digest as an annotation."""
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     meta = manifest["metadata"]
-    notes = {**meta.get("annotations", {}), ANNOTATION_APPLIED: digest}
+    notes = {
+        **meta.get("annotations", {}),
+        ANNOTATION_APPLIED: names.digest_of(manifest, length=16),
+    }
     return {**manifest, "metadata": {**meta, "annotations": notes}}
 
 

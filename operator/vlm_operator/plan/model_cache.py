@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from vlm_operator import names
 from vlm_operator.api import VLMService
-from vlm_operator.cluster import CLAIM, DEPLOYMENT, JOB, Manifest
-from vlm_operator.pods.fetch import claim_spec, job_spec, labels, template_digest
+from vlm_operator.cluster import CLAIM, DEPLOYMENT, JOB, Kind, Manifest
+from vlm_operator.pods.fetch import claim_spec, job_spec, labels
 from vlm_operator.pods.parts import Images
 from vlm_operator.state import Observed
 from vlm_operator.state.deployments import ANNOTATION_INPUTS
@@ -54,16 +55,16 @@ def plan_cache(
     kept: set[tuple[str, str]] = set()
     if download is not None:
         spec = job_spec(service, download, images)
-        inputs = template_digest(spec["template"])
+        inputs = names.digest_of(spec["template"], length=16)
         if download.claim is not None:
             kept.add((CLAIM.kind, download.name))
         elif not service.spec.stopped:
-            objects.append(_object(service, download, owner, CLAIM.kind, claim_spec(service)))
+            objects.append(_object(service, download, owner, CLAIM, claim_spec(service)))
         if download.job is not None:
             if _is_current(download, inputs, stopped=service.spec.stopped):
                 kept.add((JOB.kind, download.name))
         elif not service.spec.stopped and not download.running:
-            job = _object(service, download, owner, JOB.kind, spec)
+            job = _object(service, download, owner, JOB, spec)
             job["metadata"]["annotations"] = {ANNOTATION_INPUTS: inputs}
             objects.append(job)
     mounted = set(mounted_claims(observed))
@@ -101,12 +102,12 @@ def _object(
     service: VLMService,
     download: DownloadState,
     owner: dict[str, object],
-    kind: str,
+    kind: Kind,
     spec: Manifest,
 ) -> Manifest:
     return {
-        "apiVersion": {CLAIM.kind: CLAIM.api_version, JOB.kind: JOB.api_version}[kind],
-        "kind": kind,
+        "apiVersion": kind.api_version,
+        "kind": kind.kind,
         "metadata": {
             "name": download.name,
             "namespace": service.namespace,

@@ -6,9 +6,6 @@ A cause that needs a user ends the Job at once. A lost node or an eviction count
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 from vlm_operator import names
 from vlm_operator.api import VLMService
 from vlm_operator.api.model import ModelCache
@@ -139,9 +136,3 @@ def labels(service: VLMService, download: DownloadState) -> dict[str, str]:
     The role is none of a pool or gateway, so no Service, budget or gateway selects the pods.
     """
     return {**object_labels(service.name, names.MODEL_PART), names.LABEL_MODEL: download.digest}
-
-
-def template_digest(template: Part) -> str:
-    """Return a digest of a pod template; a Job's own is immutable."""
-    text = json.dumps(template, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

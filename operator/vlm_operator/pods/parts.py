@@ -113,9 +113,9 @@ def model_mount(service: VLMService) -> ModelMount:
     if scheme in ("pvc", "oci") or cached:
         source: Part
         if scheme == "pvc" or cached:
-            claim, _, path = (f"{cached}/{CHECKPOINT}" if cached else rest.strip("/")).partition(
-                "/"
-            )
+            claim, _, path = rest.strip("/").partition("/")
+            if cached:
+                claim, path = cached, CHECKPOINT
             source = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
         else:
             reference, _, path = rest.partition("#")

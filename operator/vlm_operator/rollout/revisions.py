@@ -12,8 +12,6 @@ settings apply to new revisions only.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,7 +21,7 @@ from vlm_operator.api.gateway import Gateway
 from vlm_operator.api.pod_template import PodTemplate
 from vlm_operator.api.pool import Drain
 from vlm_operator.errors import SpecError
-from vlm_operator.names import Role
+from vlm_operator.names import Role, digest_of
 from vlm_operator.state import DeploymentState, Resolved, Revision
 from vlm_operator.state.identities import OPERATOR_CA, IssuerName
 
@@ -259,8 +257,7 @@ def _restart(service: VLMService) -> dict[str, str]:
 
 
 def _digest(salt: str, value: Mapping[str, Any]) -> str:
-    text = json.dumps([salt, value], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return digest_of([salt, value], length=8)
 
 
 def drain_seconds(deployment: DeploymentState, pool: Pool | None) -> float:

@@ -8,8 +8,6 @@ Another revision has another digest, so its claim and Job exist beside the old o
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,8 +79,7 @@ def model_digest(model: ModelSource) -> str:
     if model.cache is None:
         return ""
     value = [model.uri, model.revision, model.cache.claim.to_dict()]
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return names.digest_of(value, length=8)
 
 
 def claim_name(service: VLMService) -> str:

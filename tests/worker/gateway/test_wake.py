@@ -48,7 +48,7 @@ async def wake(gateway: Gateway) -> dict[str, Any]:
 
 
 async def until_waiting(gateway: Gateway, count: int) -> None:
-    """So many requests wait for the service, as `/stats` tells it."""
+    """Wait until `/stats` reports that `count` requests wait for the service."""
     async with asyncio.timeout(60):
         while (await wake(gateway))["waiting_requests"] != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

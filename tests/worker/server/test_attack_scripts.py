@@ -52,11 +52,6 @@ CALLERS = ("plaintext", "no certificate", "other service", "encoder", "prefill")
 REFUSED = (UnauthorizedError, PeerLostError)
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("certificates") / "own")
-
-
 @dataclasses.dataclass
 class Service:
     """Workers, the gateway's clients of them, and what an attacker has."""

@@ -34,11 +34,6 @@ from vlm_worker.wire.rpc import METHODS
 OWN = ServiceIdentity("n", "s", Role.DECODE)
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("certificates") / "own")
-
-
 def client_of(worker: Serving, directory: Path, role: Role) -> WorkerClient:
     return WorkerClient(worker.client.address, identity=IdentityStore(directory, role))
 

@@ -46,11 +46,6 @@ ALERT = 0x15
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("certificates") / "own")
-
-
-@pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates") / "foreign")
 

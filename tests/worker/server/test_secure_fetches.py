@@ -32,11 +32,6 @@ from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.messages import FirstToken, PrefillCall
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("certificates") / "own")
-
-
 @dataclasses.dataclass
 class Secured:
     """A pair with a door before the data port of prefill, and the mounted identities."""
