@@ -54,6 +54,7 @@ async def main() -> None:
         "idle_cpu": round(got.idle_cpu, 3),
         "rss_mib": round(got.rss_bytes / 2**20),
         "reads_per_turn": round(got.reads_per_turn, 2),
+        "turns_per_event": round(got.turns_per_event, 1),
         "loop_lag_p99_s": got.lag_p99_seconds,
         "burst_loop_lag_p99_s": got.burst_lag_p99_seconds,
         "lease_lapses": got.lapses,

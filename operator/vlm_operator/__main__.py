@@ -35,6 +35,7 @@ from vlm_operator.reconcile.class_and_pool_status import (
     PoolLoop,
 )
 from vlm_operator.reconcile.decisions import Options
+from vlm_operator.reconcile.gate import Gate
 from vlm_operator.reconcile.queue import Cause, Key
 from vlm_operator.reconcile.service import ServiceReconciler
 from vlm_operator.reconcile.workers import Workers
@@ -103,7 +104,7 @@ def _parts(
 ) -> Parts:
     book, learned = NodeClassUsage(), Learned()
     # if hundreds of services wake at once, few decide at a time, so that others can progress
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = Gate(AT_ONCE)
 
     def notify(kind: Kind, service: Key) -> None:
         workers.notify(service, Cause.POD if kind == POD else Cause.CHILD)

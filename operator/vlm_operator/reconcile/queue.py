@@ -5,8 +5,12 @@ add(key, cause) ─▶ due times by key ─▶ take() ─▶ one turn ─▶ don
                          └──────────────────────────────────────────┘
 
 Causes of one key that are due together start one turn. A key has at most one turn at a time; a
-cause that arrives during a turn starts another one. Keys get their turns in the order in which they
-become ready.
+cause that arrives during a turn starts another one.
+
+Each turn that only events of children caused adds `REFILL_SECONDS` to the key's debt, which time
+reduces. The debt lengthens the gap to the key's next such turn, so that events of a rollout share
+turns. If more keys are ready than turns may run, the least rank is first: the time at which the
+key became ready, plus a lag that its debt determines. So a changed spec waits for few turns.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ from vlm_operator.backoff import Backoff
 Key = tuple[str, str]  # namespace and name of a VLMService
 
 MIN_GAP_SECONDS = 0.25  # between the end of a turn and the next turn of the key
-BURST = 10  # turns of one key that events of children may start at once
-REFILL_SECONDS = 2.0  # then one such turn per this time
+REFILL_SECONDS = 2.0  # of debt for each turn that only events of children caused
+BURST = 4  # of such turns in a row; then the gap is `REFILL_SECONDS`, and the debt is constant
+TIMER_LAG_SECONDS = 1.0  # by which a turn that only timers caused may be late
+MAX_LAG_SECONDS = 5.0  # by which any turn may be late
 
 
 class Cause(enum.Enum):
@@ -43,7 +49,7 @@ class Cause(enum.Enum):
 TIMERS: Final = frozenset({Cause.TICK, Cause.DRAIN, Cause.WAKE})
 """Causes by which nothing is known to have changed."""
 LIMITED: Final = frozenset({Cause.CHILD, Cause.POD, Cause.CLASS, Cause.RESYNC})
-"""Causes that others may trigger at any rate. Only they are limited by `BURST`."""
+"""Causes that others may trigger at any rate. Only they add to the debt, and wait for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +76,15 @@ class _State:
     Attributes:
         due: when each cause is due. Retries of different parts are separate.
         ready: when the next turn may start; None during a turn, or if nothing is due.
+        rank: of that turn among those that wait; the least is first.
         began: when the running turn began; None if there is none.
-        paid: when the bucket is full again. Each turn that only events caused adds
-            `REFILL_SECONDS`.
+        paid: when the debt is zero again.
         failures: failures in a row of each part.
     """
 
     due: dict[tuple[Cause, str], float] = dataclasses.field(default_factory=dict)
     ready: float | None = None
+    rank: float = 0.0
     began: float | None = None
     ended: float = float("-inf")
     paid: float = float("-inf")
@@ -87,11 +94,37 @@ class _State:
         """Return when the next turn may start."""
         if self.began is not None or not self.due:
             return None
-        token = self.paid - (BURST - 1) * REFILL_SECONDS
+        gap = min(REFILL_SECONDS, self.debt_at(self.ended) / BURST)
         first = min(
-            max(at, token) if cause in LIMITED else at for (cause, _), at in self.due.items()
+            max(at, self.ended + gap) if cause in LIMITED else at
+            for (cause, _), at in self.due.items()
         )
         return max(first, self.ended + MIN_GAP_SECONDS)
+
+    def debt_at(self, at: float) -> float:
+        """Return the debt in seconds."""
+        return self.paid - at if self.paid > at else 0.0
+
+    def rank_at(self, ready: float) -> float:
+        """Return the rank of the turn that may start at `ready`."""
+        debt = self.debt_at(ready)
+        return min(max(at, ready) + _lag(cause, debt) for (cause, _), at in self.due.items())
+
+
+def _lag(cause: Cause, debt: float) -> float:
+    """Return by how many seconds other turns may precede a turn with this cause."""
+    if cause in LIMITED:
+        return min(debt, MAX_LAG_SECONDS)
+    return TIMER_LAG_SECONDS if cause in TIMERS else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A turn to run: its key and causes, and its rank among turns that wait."""
+
+    key: Key
+    causes: frozenset[Cause]
+    rank: float
 
 
 class WorkQueue:
@@ -99,7 +132,9 @@ class WorkQueue:
 
     def __init__(self) -> None:
         self._states: dict[Key, _State] = {}
-        self._heap: list[tuple[float, Key]] = []  # entries that differ from `ready` are outdated
+        # entries that differ from their key's state are outdated
+        self._waiting: list[tuple[float, float, Key]] = []  # ready, rank, key
+        self._ready: list[tuple[float, float, Key]] = []  # rank, ready, key
 
     def __contains__(self, key: Key) -> bool:
         """Return whether the key has a turn, a cause or a past that is not gone."""
@@ -117,30 +152,30 @@ class WorkQueue:
 
     def ready_at(self) -> float | None:
         """Return when the next turn of any key may start; None if none is due."""
-        while self._heap:
-            at, key = self._heap[0]
-            state = self._states.get(key)
-            if state is not None and state.ready == at:
-                return at
-            heapq.heappop(self._heap)
-        return None
+        self._drop_outdated()
+        if self._ready:
+            return self._ready[0][1]
+        return self._waiting[0][0] if self._waiting else None
 
-    def take(self, *, now: float) -> tuple[Key, frozenset[Cause]] | None:
-        """Start the next turn: return its key and its causes; None if no key is ready.
+    def take(self, *, now: float) -> Turn | None:
+        """Start the turn of least rank; None if no key is ready.
 
         The caller must call `done` at the end of the turn.
         """
-        at = self.ready_at()
-        if at is None or at > now:
+        while self._waiting and self._waiting[0][0] <= now:
+            ready, rank, key = heapq.heappop(self._waiting)
+            heapq.heappush(self._ready, (rank, ready, key))
+        self._drop_outdated()
+        if not self._ready:
             return None
-        _, key = heapq.heappop(self._heap)
+        rank, _, key = heapq.heappop(self._ready)
         state = self._states[key]
         causes = frozenset(cause for (cause, _), due in state.due.items() if due <= now)
         state.due = {cause: due for cause, due in state.due.items() if due > now}
         state.ready, state.began = None, now
         if causes <= LIMITED:
             state.paid = max(now, state.paid) + REFILL_SECONDS
-        return key, causes
+        return Turn(key, causes, rank)
 
     def done(self, key: Key, outcome: Outcome, *, now: float) -> None:
         state = self._states[key]
@@ -170,8 +205,22 @@ class WorkQueue:
             key: now - state.began for key, state in self._states.items() if state.began is not None
         }
 
+    def _drop_outdated(self) -> None:
+        while self._waiting and self._outdated(*self._waiting[0]):
+            heapq.heappop(self._waiting)
+        while self._ready:
+            rank, ready, key = self._ready[0]
+            if not self._outdated(ready, rank, key):
+                return
+            heapq.heappop(self._ready)
+
+    def _outdated(self, ready: float, rank: float, key: Key) -> bool:
+        state = self._states.get(key)
+        return state is None or (state.ready, state.rank) != (ready, rank)
+
     def _schedule(self, key: Key, state: _State) -> None:
-        at = state.ready_at()
-        if at != state.ready and at is not None:
-            heapq.heappush(self._heap, (at, key))
-        state.ready = at
+        ready = state.ready_at()
+        rank = 0.0 if ready is None else state.rank_at(ready)
+        if ready is not None and (ready, rank) != (state.ready, state.rank):
+            heapq.heappush(self._waiting, (ready, rank, key))
+        state.ready, state.rank = ready, rank

@@ -31,6 +31,7 @@ from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.class_and_pool_status import NodeClassUsage
 from vlm_operator.reconcile.decisions import Options, TurnPlan, hold_drains, plan_turn
 from vlm_operator.reconcile.deletion import Deletion, gateway_nodes
+from vlm_operator.reconcile.gate import Gate
 from vlm_operator.reconcile.queue import Cause, Outcome
 from vlm_operator.reconcile.report import Reporter, stored_memory
 from vlm_operator.reconcile.retries import Retries
@@ -88,7 +89,7 @@ class ServiceReconciler:
         epoch: Callable[[], int] = lambda: 0,
         learned: Learned | None = None,
         book: NodeClassUsage | None = None,
-        gate: asyncio.Semaphore | None = None,
+        gate: Gate | None = None,
         authority: Authority | None = None,
     ) -> None:
         self._namespace = namespace
@@ -100,7 +101,7 @@ class ServiceReconciler:
         self._resync = resync
         self._epoch = epoch
         self._book = book or NodeClassUsage()
-        self._gate = gate or asyncio.Semaphore(1)
+        self._gate = gate or Gate(1)
         if authority is None:
             authority = Authority(cluster, namespace=names.OPERATOR_NAMESPACE, name=names.CA_SECRET)
         self._keeper = IdentityKeeper(
@@ -119,11 +120,12 @@ class ServiceReconciler:
         self._tracker = Tracker()
         self._reporter = Reporter(cluster, namespace=namespace, name=name)
 
-    async def turn(self, *, woken: bool = True) -> Outcome:
+    async def turn(self, *, woken: bool = True, rank: float = 0.0) -> Outcome:
         """Take one turn.
 
         If `woken` is False, nothing is known to have changed: the turn reuses a recent view with
         fresh samples. If the service is deleted, or another one has its name, nothing is written.
+        `rank` is that of the turn at the gate.
 
         Raises:
             ClusterError: the API server is unreachable, or another writer changed an object.
@@ -136,7 +138,7 @@ class ServiceReconciler:
         if self._uid not in (None, meta["uid"]):
             return self._gone(again={Cause.SPEC: 0.0})
         self._uid = meta["uid"]
-        async with self._gate:
+        async with self._gate.entered(rank):
             service = observed.service
             if "deletionTimestamp" in meta:
                 return await self._drain(service, observed)

@@ -1,4 +1,8 @@
-"""Runs the turns that the queue starts, each in a task of its own."""
+"""Runs the turns that the queue starts, each in a task of its own.
+
+take() ─▶ a task ─▶ read pods' /stats ─▶ gate, by rank ─▶ decide and write ─▶ done()
+          64 at most                     16 at most
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from collections.abc import Callable
 from vlm_operator.backoff import Backoff
 from vlm_operator.errors import ClusterError, ConflictError, LeaseLostError
 from vlm_operator.metrics import TURNS
-from vlm_operator.reconcile.queue import TIMERS, Cause, Key, Outcome, WorkQueue
+from vlm_operator.reconcile.queue import TIMERS, Cause, Key, Outcome, Turn, WorkQueue
 from vlm_operator.reconcile.service import ServiceReconciler
 
 logger = logging.getLogger(__name__)
@@ -68,7 +72,7 @@ class Workers:
             self._changed.clear()
             now = self._clock()
             while len(self._tasks) < LIMIT and (next_turn := self._queue.take(now=now)) is not None:
-                task = asyncio.create_task(self._turn(*next_turn))
+                task = asyncio.create_task(self._turn(next_turn))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
             ready = self._queue.ready_at() if len(self._tasks) < LIMIT else None
@@ -89,13 +93,15 @@ class Workers:
         self._tasks.discard(task)
         self._changed.set()
 
-    async def _turn(self, key: Key, causes: frozenset[Cause]) -> None:
-        began, service = self._clock(), "/".join(key)
+    async def _turn(self, turn: Turn) -> None:
+        key, began = turn.key, self._clock()
+        service = "/".join(key)
         result, outcome = "failed", Outcome(failures={"crash": CRASH})
         try:
             if key not in self._reconcilers:
                 self._reconcilers[key] = self._make(*key)
-            outcome = await self._reconcilers[key].turn(woken=not causes <= TIMERS)
+            woken = not turn.causes <= TIMERS
+            outcome = await self._reconcilers[key].turn(woken=woken, rank=turn.rank)
             result = "done"
         except LeaseLostError as error:
             # the renewal either ends the process, or adds LEADER once writes are allowed again

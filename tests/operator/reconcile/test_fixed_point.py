@@ -36,8 +36,8 @@ class Counted(ServiceReconciler):
 
     turns: list[bool]
 
-    async def turn(self, *, woken: bool = True) -> Outcome:
-        outcome = await super().turn(woken=woken)
+    async def turn(self, *, woken: bool = True, rank: float = 0.0) -> Outcome:
+        outcome = await super().turn(woken=woken, rank=rank)
         self.turns.append(woken)
         return outcome
 

@@ -31,7 +31,7 @@ class Turns:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def turn(self, *, woken: bool) -> Outcome:
+    async def turn(self, *, woken: bool, rank: float) -> Outcome:
         self.turns.append(woken)
         self.running += 1
         self.most = max(self.most, self.running)

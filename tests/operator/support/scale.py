@@ -62,6 +62,7 @@ class Figures:
         idle_cpu: processor seconds per second while nothing happened.
         rss_bytes: resident memory, the highest that was ever seen.
         reads_per_turn: lists and gets, while events came one by one.
+        turns_per_event: turns until all was quiet again, while events came one by one.
         lag_p99_seconds: how late the event loop came round meanwhile; a bucket's bound.
         burst_lag_p99_seconds: the same while all services changed at once.
         lapses: how often the Lease was not renewed in time.
@@ -76,6 +77,7 @@ class Figures:
     idle_cpu: float
     rss_bytes: int
     reads_per_turn: float
+    turns_per_event: float
     lag_p99_seconds: float
     burst_lag_p99_seconds: float
     lapses: int
@@ -116,6 +118,7 @@ class RunningServices:
             idle_cpu=idle_cpu,
             rss_bytes=self._process.peak_bytes,
             reads_per_turn=row_reads / max(1, row.turns),
+            turns_per_event=row.turns / self._load.services,
             lag_p99_seconds=row.lag_quantile(0.99),
             burst_lag_p99_seconds=burst.lag_quantile(0.99),
             lapses=self._process.lapses(),
