@@ -14,6 +14,8 @@ import contextlib
 import dataclasses
 import json
 import sys
+import urllib.parse
+import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -86,6 +88,9 @@ class KubeCluster:
     def __init__(self, loaded: Any) -> None:
         # no limit: each open watch holds a connection, and `Fenced` limits concurrent requests
         loaded.connection_pool_maxsize = 0
+        # with `trust_env`, aiohttp reads .netrc and the proxies in threads, for each request
+        loaded.client_session_kwargs = {"trust_env": False}
+        loaded.proxy = loaded.proxy or proxy_of(loaded.host)
         self._api = kube_client.ApiClient(configuration=loaded)
         self._client = DynamicClient(self._api)
 
@@ -297,6 +302,15 @@ class KubeCluster:
                 method, path, serialize=False, _request_timeout=REQUEST_TIMEOUT_SECONDS, **params
             )
             return cast("Manifest", parsed(await response.read()))
+
+
+def proxy_of(server: str) -> str | None:
+    """Return the proxy for `server` in HTTPS_PROXY or HTTP_PROXY; None if NO_PROXY names it."""
+    url = urllib.parse.urlsplit(server)
+    hosts = (url.netloc, url.hostname or "")  # NO_PROXY names IPv6 addresses without brackets
+    if any(map(urllib.request.proxy_bypass_environment, hosts)):  # type: ignore[attr-defined]
+        return None
+    return urllib.request.getproxies_environment().get(url.scheme)
 
 
 async def configuration(kubeconfig: str | None, context: str | None = None) -> Any:

@@ -1,6 +1,7 @@
 """The client against a real API server: what it sends, what it raises, and the fake beside it."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import uuid
@@ -158,6 +159,56 @@ def test_answers_share_their_strings():
     assert all(one is two for one, two in zip(one["metadata"], two["metadata"], strict=True))
 
 
+@pytest.mark.parametrize(
+    ("server", "proxy"),
+    [
+        ("https://api.example:6443", "http://user:word@proxy:3128"),
+        ("http://api.example", None),
+        ("https://10.96.0.1:443", None),
+        ("https://10.96.0.2:443", "http://user:word@proxy:3128"),
+        ("https://kubernetes.default.svc", None),
+        ("https://[fd00::1]:443", None),
+        ("https://[fd00::2]:443", "http://user:word@proxy:3128"),
+    ],
+)
+def test_the_proxy_of_the_environment_is_that_of_the_server(
+    server: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("https_proxy", "http_proxy", "HTTP_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:word@proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "10.96.0.1,.svc,fd00::1")
+    assert kube.proxy_of(server) == proxy
+
+
+async def test_requests_use_the_proxy_of_the_environment_and_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """aiohttp's own lookups of .netrc and proxies use a thread for each request."""
+    seen = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.host, request.headers.get("Proxy-Authorization")))
+        return web.json_response({"items": []})
+
+    async with _server(answer) as proxy:
+        for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HTTP_PROXY", proxy.replace("//", "//user:word@"))
+        configuration = kube_client.Configuration()
+        configuration.host = "http://api.invalid:8080"
+        cluster = kube.KubeCluster(configuration)
+        loop = asyncio.get_running_loop()
+        executor = concurrent.futures.ThreadPoolExecutor(1)
+        loop.set_default_executor(executor)
+        try:
+            assert await cluster.list(VLM_POOL, "ns") == []
+        finally:
+            await cluster.close()
+        assert not executor._threads
+    assert seen == [("api.invalid", "Basic dXNlcjp3b3Jk")]
+
+
 async def test_a_missing_kubeconfig_says_which_was_tried():
     with pytest.raises(ClusterError, match=r"--kubeconfig=/none"):
         await kube.configuration("/none")
@@ -246,18 +297,26 @@ async def _ask(answer, error: type, text: str, status: int) -> None:
 @contextlib.asynccontextmanager
 async def _served(answer) -> AsyncIterator[kube.KubeCluster]:
     """A client of a server that always answers the same."""
+    async with _server(answer) as url:
+        configuration = kube_client.Configuration()
+        configuration.host = url
+        cluster = kube.KubeCluster(configuration)
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
+
+
+@contextlib.asynccontextmanager
+async def _server(answer) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = kube_client.Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    cluster = kube.KubeCluster(configuration)
     try:
-        yield cluster
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
-        await cluster.close()
         await runner.cleanup()
 
 
