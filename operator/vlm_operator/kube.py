@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 import yaml
 from kubernetes.aio import client as kube_client
 from kubernetes.aio import config as kube_config
@@ -59,27 +59,35 @@ class Connection:
     private_key_path: str | None
 
 
-def _shared(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {sys.intern(key): _shared_strings(value) for key, value in pairs}
-
-
-def _shared_strings(value: Any) -> Any:
-    if type(value) is str:
-        return sys.intern(value)
-    if type(value) is list and value and type(value[0]) is str:
-        return [sys.intern(item) for item in value]
-    return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_shared)
+_DECODER = msgspec.json.Decoder()  # it already shares short keys
 
 
 def parsed(text: str | bytes) -> Any:
     """Parse an answer of the API server, with one copy of each string in all answers.
 
-    Thousands of objects have the same keys, labels and images. Raises `ValueError`.
+    Thousands of objects have the same labels, arguments and images.
+
+    Raises:
+        msgspec.DecodeError: the text is no JSON.
     """
-    return _DECODER.decode(text if isinstance(text, str) else text.decode())
+    value = _DECODER.decode(text)
+    _share(value)
+    return value
+
+
+def _share(value: Any) -> None:
+    """Replace the strings below a dict or list by their interned copies."""
+    if type(value) is dict:
+        places: Iterable[tuple[Any, Any]] = value.items()
+    elif type(value) is list:
+        places = enumerate(value)
+    else:
+        return
+    for place, item in places:
+        if type(item) is str:
+            value[place] = sys.intern(item)
+        else:
+            _share(item)
 
 
 class KubeCluster:
@@ -389,7 +397,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Yield complete lines of any length.
 
     Raises:
-        json.JSONDecodeError: the last line has no newline.
+        UnavailableError: the last line has no newline.
     """
     rest = b""
     async for piece in content.iter_any():
@@ -397,7 +405,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for line in whole:
             yield line
     if rest:
-        raise json.JSONDecodeError("a line without its end", rest.decode(errors="replace"), 0)
+        raise UnavailableError(0, "Garbled", "the answer is no JSON: a line without its end")
 
 
 def watch_event(line: Manifest) -> WatchEvent:
@@ -426,15 +434,15 @@ async def _typed_errors() -> AsyncIterator[None]:
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         text = str(error) or type(error).__name__
         raise UnavailableError(0, "Unreachable", text) from error
-    except json.JSONDecodeError as error:
+    except msgspec.DecodeError as error:
         raise UnavailableError(0, "Garbled", f"the answer is no JSON: {error}") from error
 
 
 def _refusal(error: Any) -> ClusterError:
     """Convert the Status object of a refusal to a typed error."""
     reason, message = str(error.reason), str(error.body or error.reason)
-    with contextlib.suppress(json.JSONDecodeError, TypeError, AttributeError):
-        status = json.loads(error.body)
+    with contextlib.suppress(msgspec.DecodeError, TypeError, AttributeError):
+        status = _DECODER.decode(error.body)
         reason = status.get("reason") or reason
         message = status.get("message") or message
     return _typed(int(error.status or 0), reason, message)
