@@ -3,6 +3,9 @@
 A field outside of our manifest comes from the API server or from another writer. A dry run of the
 manifest under an unused name returns only what the API server adds. The operator sends one only if
 an object has unknown fields, so an idle operator sends none.
+
+Some defaults copy a field of ours: `serviceAccount` is that of `serviceAccountName`. So an answer
+is stored with a mark instead of the service's name, and serves all services with such a manifest.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ _SHAPES = 2048  # limit of shapes in memory
 _ANSWERS = 4  # limit of answers per shape
 _AGAIN_SECONDS = 600.0  # pause after a refused dry run
 _MASK = "*"
+_MARK = "\0"  # the service's name in a stored answer; no name in an API contains it
 # Keys whose values differ between services and influence no default.
 _MASKED = frozenset(
     ("args", "command", "data", "matchLabels", "replicas", "selector", "uid", "value")
@@ -44,7 +48,7 @@ class Learned:
 
     def known(self, manifest: Manifest) -> Sequence[Manifest]:
         """Return the answers to manifests of this shape; empty if there are none."""
-        return self._answers.get(shape(manifest), ())
+        return self._of(manifest, shape(manifest))
 
     async def ask(
         self, cluster: Cluster, manifest: Manifest, digest: str, *, now: float
@@ -63,7 +67,7 @@ class Learned:
             self._asked.clear()
         async with self._locks.setdefault(key, asyncio.Lock()):
             if digest in self._asked.get(key, ()):
-                return self._answers[key]
+                return self._of(manifest, key)
             if now - self._refused.get(key, float("-inf")) < _AGAIN_SECONDS:
                 return None
             try:
@@ -80,10 +84,15 @@ class Learned:
                 self._refused[key] = now
                 return None
             plain = {part: value for part, value in answer.items() if part not in _DROPPED}
+            marked = _renamed(plain, _service_of(manifest), _MARK)
             self._asked.setdefault(key, set()).add(digest)
-            before = [item for item in self._answers.get(key, ()) if item != plain]
-            self._answers[key] = (*before, plain)[-_ANSWERS:]
-            return self._answers[key]
+            before = [item for item in self._answers.get(key, ()) if item != marked]
+            self._answers[key] = (*before, marked)[-_ANSWERS:]
+            return self._of(manifest, key)
+
+    def _of(self, manifest: Manifest, key: str) -> Sequence[Manifest]:
+        service = _service_of(manifest)
+        return [_renamed(answer, _MARK, service) for answer in self._answers.get(key, ())]
 
 
 _DROPPED = frozenset(("apiVersion", "kind", "metadata", "status"))
@@ -95,7 +104,7 @@ def shape(manifest: Manifest) -> str:
     Labels count by key, and the namespace counts, because admission may differ by namespace.
     """
     meta = manifest["metadata"]
-    service = meta.get("labels", {}).get(names.LABEL_SERVICE, "")
+    service = _service_of(manifest)
     body = {part: value for part, value in manifest.items() if part not in ("metadata", "status")}
     labels = sorted(meta.get("labels", {}))
     return json.dumps([meta.get("namespace"), labels, _masked(body, service)], sort_keys=True)
@@ -110,8 +119,28 @@ def _masked(value: Any, service: str, key: str = "") -> Any:
         return {name: _masked(item, service, name) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_masked(item, service) for item in value]
-    if isinstance(value, str) and (value == service or value.startswith(f"{service}-")):
+    if isinstance(value, str) and _names(value, service):
         return _MASK
+    return value
+
+
+def _service_of(manifest: Manifest) -> str:
+    return str(manifest["metadata"].get("labels", {}).get(names.LABEL_SERVICE, ""))
+
+
+def _names(value: str, service: str) -> bool:
+    """Whether a value is the service's name, or that of a child."""
+    return bool(service) and (value == service or value.startswith(f"{service}-"))
+
+
+def _renamed(value: Any, old: str, new: str) -> Any:
+    """Return the value with the name `new` in each value that names `old`."""
+    if isinstance(value, dict):
+        return {key: _renamed(item, old, new) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_renamed(item, old, new) for item in value]
+    if isinstance(value, str) and _names(value, old):
+        return new + value[len(old) :]
     return value
 
 
