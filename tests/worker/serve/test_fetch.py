@@ -81,7 +81,7 @@ async def test_damaged_content_is_found_deleted_and_fetched_again(hub: Hub, tmp_
     hub.damaged = True
     code, errors = await fetch(hub, tmp_path)
     assert code == 1
-    assert f"{LARGE}: does not have the hub's content; run `vlm-worker fetch` again" in errors
+    assert f"{LARGE}: does not have the source's content; run `vlm-worker fetch` again" in errors
     assert not (tmp_path / LARGE).exists()
     with pytest.raises(ModelConfigError, match="has only a part of hf://org/shapes; wait until"):
         fetch_model(ModelSource(str(tmp_path)), print)

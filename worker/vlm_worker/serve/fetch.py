@@ -7,7 +7,6 @@ A run does not download files again that an earlier, interrupted run completed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import time
@@ -15,16 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vlm_worker.core.model_files import ModelConfigError, ModelUnavailableError
+from vlm_worker.serve import bucket, hub
+from vlm_worker.serve.bucket import BucketFile, BucketIndex
 from vlm_worker.serve.fetch_progress import FetchProgress, served
-from vlm_worker.serve.hub import HubFile, HubIndex, download, hub_error, read_index
+from vlm_worker.serve.hub import HubFile, HubIndex
 from vlm_worker.serve.sources import PATTERNS, ModelRecord, read_record, write_record
 from vlm_worker.settings import FetchSettings, ModelSource
 
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 5.0
-CHUNK_BYTES = 1 << 20
-SPARE_BYTES = 16 << 20  # the hub's metadata beside the files
+SPARE_BYTES = 16 << 20  # metadata beside the files
 
 
 def run_fetch(settings: FetchSettings, *, clock: Callable[[], float] = time.monotonic) -> int:
@@ -47,11 +47,15 @@ def _fetch(
     source: ModelSource, into: Path, progress: FetchProgress, clock: Callable[[], float]
 ) -> int:
     began = clock()
-    index = read_index(source, PATTERNS)
+    index: HubIndex | BucketIndex
+    if source.folder is None:
+        index = hub.read_index(source, PATTERNS)
+    else:
+        index = bucket.read_index(source, PATTERNS)
     progress.total_bytes = index.num_bytes
     if not any(file.path == "config.json" for file in index.files):
         raise ModelConfigError(
-            f"--model: {source.uri} has no config.json; name the repository of a model"
+            f"--model: {source.uri} has no config.json; name the repository or folder of a model"
         )
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -60,7 +64,13 @@ def _fetch(
     except OSError as error:
         raise _unwritable(error, source, into) from error
     report = _log_every(LOG_SECONDS, clock)
-    download(source, report, patterns=PATTERNS, into=into, count=progress.downloaded)
+    if isinstance(index, BucketIndex):
+        try:
+            bucket.download(index, source, report, into=into, count=progress.downloaded)
+        except OSError as error:
+            raise _unwritable(error, source, into) from error
+    else:
+        hub.download(source, report, patterns=PATTERNS, into=into, count=progress.downloaded)
     for file in index.files:
         check_file(file, into / file.path)
         progress.checked(file.size)
@@ -80,33 +90,18 @@ def _fetch(
     return 0
 
 
-def check_file(file: HubFile, path: Path) -> None:
-    """Compare a file with the hub's size and hash; delete it if it differs.
+def check_file(file: HubFile | BucketFile, path: Path) -> None:
+    """Compare a file with its source; delete it if it differs.
 
     Raises:
         ModelUnavailableError: it is missing or differs; another run downloads it again.
     """
-    present = path.stat().st_size if path.is_file() else -1
-    if present == file.size and _digest(file, path) == (file.sha256 or file.blob_id):
+    present = path.is_file()
+    if present and file.matches(path):
         return
     path.unlink(missing_ok=True)
-    problem = "is missing" if present < 0 else "does not have the hub's content"
+    problem = "does not have the source's content" if present else "is missing"
     raise ModelUnavailableError(f"{path}: {problem}; run `vlm-worker fetch` again to download it")
-
-
-def _digest(file: HubFile, path: Path) -> str:
-    """SHA-256 of a large file; of others the id that Git computes (SHA-1 of a header and the file).
-
-    https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
-    """
-    if file.sha256 is not None:
-        digest = hashlib.sha256()
-    else:
-        digest = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _record_of(source: ModelSource, into: Path) -> ModelRecord | None:
@@ -120,7 +115,7 @@ def _record_of(source: ModelSource, into: Path) -> ModelRecord | None:
     )
 
 
-def _check_space(index: HubIndex, source: ModelSource, into: Path) -> None:
+def _check_space(index: HubIndex | BucketIndex, source: ModelSource, into: Path) -> None:
     """Raise ModelConfigError if the volume lacks space for the files that are not there yet."""
     present = sum(path.stat().st_size for path in into.rglob("*") if path.is_file())
     needed = max(0, index.num_bytes - present) + SPARE_BYTES
@@ -138,7 +133,7 @@ def _unwritable(error: OSError, source: ModelSource, into: Path) -> ModelConfigE
             f"--into: {into} cannot be written: {error.strerror}; mount it writable, and let the "
             "pod's securityContext.fsGroup own it"
         )
-    return hub_error(error, source)
+    return hub.hub_error(error, source)
 
 
 def _log_every(seconds: float, clock: Callable[[], float]) -> Callable[[str], None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import io
 import re
 import ssl
@@ -22,6 +23,7 @@ from vlm_worker.settings import ModelSource
 
 TOKEN: Final = "HF_TOKEN; in a VLMService, model.credentialsSecretRef"  # noqa: S105  no token
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_CHUNK_BYTES: Final = 1 << 20
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -33,6 +35,25 @@ class HubFile:
     size: int
     blob_id: str
     sha256: str | None
+
+    def matches(self, path: Path) -> bool:
+        """Whether a file has the size and the hash that the hub lists."""
+        expected = self.sha256 or self.blob_id
+        return path.stat().st_size == self.size and self._digest(path) == expected
+
+    def _digest(self, path: Path) -> str:
+        """SHA-256 of a large file; of others Git's id (SHA-1 of a header and the file).
+
+        https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+        """
+        if self.sha256 is not None:
+            digest = hashlib.sha256()
+        else:
+            digest = hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
+        with path.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

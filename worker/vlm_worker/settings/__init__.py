@@ -86,10 +86,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     args = command_line().parse_args(argv)
     fail: Callable[[str], NoReturn] = args.parser.error
     model = read(ModelSource, args)
-    _check_model(model, fail, needs_revision=args.command != "serve")
-    if args.command == "fetch":
-        if model.repository is None:
-            fail(f"--model: {model.uri!r} must read hf://org/name")
+    serves = args.command != "fetch"
+    _check_model(model, fail, needs_revision=args.command != "serve", serves=serves)
+    if not serves:
+        if model.repository is None and not (model.folder or ("",))[0]:
+            fail(f"--model: {model.uri!r} must read hf://org/name or s3://bucket/path")
         return read(FetchSettings, args, pod_uid=environ.get("POD_UID", ""))
     common: dict[str, Any] = {
         "model": model,
@@ -146,10 +147,14 @@ def _check_workers(gateway: GatewaySettings, fail: Callable[[str], NoReturn]) ->
 
 
 def _check_model(
-    source: ModelSource, fail: Callable[[str], NoReturn], *, needs_revision: bool
+    source: ModelSource, fail: Callable[[str], NoReturn], *, needs_revision: bool, serves: bool
 ) -> None:
     repository = source.repository
     if repository is None:
+        if source.folder is not None:
+            if not serves:
+                return
+            fail(f"--model: {source.uri!r}: name the directory that `vlm-worker fetch` filled")
         if "://" in source.uri:
             fail(f"--model: {source.uri!r} is neither a directory nor hf://org/name")
         return

@@ -29,6 +29,7 @@ from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import STAGES, Role, Stage
 
 HF_PREFIX: Final = "hf://"
+S3_PREFIX: Final = "s3://"
 MAX_IMAGES: Final = 64
 """Maximum images of a request: as many as a worker accepts in one call."""
 MIN_MEMORY_BYTES: Final = 128 << 20
@@ -112,7 +113,9 @@ class ModelSource:
     huggingface_hub's own directory.
     """
 
-    uri: str = option("--model", TEXT, REQUIRED, "a directory, or hf://org/name")
+    uri: str = option(
+        "--model", TEXT, REQUIRED, "a directory, or hf://org/name; for fetch also s3://bucket/path"
+    )
     revision: str = option("--model-revision", TEXT, "", "commit of an hf:// model")
     cache: Path | None = option("--model-cache", PATH, None, "where hf:// models are downloaded to")
 
@@ -121,10 +124,18 @@ class ModelSource:
         """`org/name` of an `hf://` source; None for a directory."""
         return self.uri.removeprefix(HF_PREFIX) if self.uri.startswith(HF_PREFIX) else None
 
+    @property
+    def folder(self) -> tuple[str, str] | None:
+        """Bucket and prefix, without slashes at its ends, of an `s3://` source; else None."""
+        if not self.uri.startswith(S3_PREFIX):
+            return None
+        bucket, _, prefix = self.uri.removeprefix(S3_PREFIX).partition("/")
+        return bucket, prefix.strip("/")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FetchSettings:
-    """A download of an `hf://` model into a directory that other processes then read."""
+    """A download of an `hf://` or `s3://` model into a directory that other processes then read."""
 
     model: ModelSource = group(ModelSource)
     into: Path = option("--into", PATH, REQUIRED, "directory of this model and revision alone")
