@@ -1,7 +1,8 @@
-"""`model.cache` with real pods: one download from a hub on loopback, then a second revision."""
+"""`model.cache` with real pods: a download from a hub, then the next revision; and from a bucket."""
 
 import asyncio
 import copy
+import json
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from served import ANSWER, Served, condition, example, names_of, place
+from worker.serve.bucket import BUCKET, KEY, PREFIX, SECRET, Bucket
 from worker.serve.hub import COMMIT, LARGE, Hub
 
 from vlm_local.client import Object
@@ -116,6 +118,45 @@ async def test_a_gated_model_ends_the_job_at_once_and_a_deleted_job_begins_again
     await served.kubectl("delete", "job", job)
     await served.ready()
     assert await served.ask() == ANSWER
+
+
+async def test_a_bucket_is_read_with_the_keys_of_a_secret(served: Served):
+    bucket = Bucket()
+    runner = web.AppRunner(bucket.app, access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    env = [
+        {"name": "AWS_ENDPOINT_URL", "value": f"http://127.0.0.1:{runner.addresses[0][1]}"},
+        {"name": "AWS_REGION", "value": "us-east-1"},
+    ]
+    found: Object = copy.deepcopy(example("colocated"))
+    found["spec"]["model"] |= {
+        "uri": f"s3://{BUCKET}/{PREFIX}",
+        "credentialsSecretRef": {"name": "keys"},
+        "cache": {
+            "claim": {"size": "1Gi"},
+            "podTemplate": {"spec": {"containers": [{"name": "fetch", "env": env}]}},
+        },
+    }
+    keys = (f"--from-literal=AWS_ACCESS_KEY_ID={KEY}", "--from-literal=AWS_SECRET_ACCESS_KEY=no")
+    await served.kubectl("create", "secret", "generic", "keys", *keys)
+    try:
+        await served.apply(found)
+
+        async def failed() -> bool:
+            return (await state(served)).get("reason") == "DownloadFailed"
+
+        await until(failed, seconds=SECONDS, every=0.2, awaited="the download to be refused")
+        assert "the bucket refuses these credentials; give keys" in (await state(served))["message"]
+        right = {"stringData": {"AWS_SECRET_ACCESS_KEY": SECRET}}
+        await served.kubectl("patch", "secret", "keys", f"--patch={json.dumps(right)}")
+        [job] = await listed(served, "jobs", group="/apis/batch/v1")
+        await served.kubectl("delete", "job", job)
+        await served.ready()
+        assert await served.ask() == ANSWER
+        assert (await state(served))["status"] == "True"
+    finally:
+        await runner.cleanup()
 
 
 async def workers(served: Served) -> list[Object]:

@@ -25,6 +25,7 @@ ModelUri = Annotated[str, Field(min_length=1, max_length=512)]
 ServedName = Annotated[
     str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._/:]*$")
 ]
+URI_FORMS = "pvc://CLAIM[/PATH], hf://ORG/NAME, s3://BUCKET[/PATH] or oci://IMAGE[#DIRECTORY]"
 BlockSize = Literal[4, 8, 16, 32, 64, 128, 256]
 
 
@@ -113,14 +114,16 @@ class ModelSource(Model):
     uri: ModelUri = field(
         ...,
         "Where the weights are: pvc://CLAIM[/PATH] (a claim of the same namespace, mounted "
-        "read-only), hf://ORG/NAME (downloaded by each pod) or oci://IMAGE[#DIRECTORY] (an image "
-        "volume: each node pulls it once; Kubernetes 1.35, or the feature gate ImageVolume).",
+        "read-only), hf://ORG/NAME (downloaded by each pod), s3://BUCKET[/PATH] (only with "
+        "cache) or oci://IMAGE[#DIRECTORY] (an image volume: each node pulls it once; Kubernetes "
+        "1.35, or the feature gate ImageVolume).",
         example="pvc://shapes",
         restarts=Restarts.PODS,
     )
     revision: str | None = field(
         None,
-        "Commit or tag of the model; required for hf://, where a name alone may move.",
+        "Commit or tag of the model; required for hf://, where a name alone may move. For s3:// "
+        "any text: another one downloads again.",
         example="8f4592b9a2fd38cf9d2e9f6ae45a0a4cdd5a4d3f",
         unset="none",
         restarts=Restarts.PODS,
@@ -178,38 +181,31 @@ class ModelSource(Model):
     )
     credentials_secret_ref: NameRef | None = field(
         None,
-        "Secret with the key `token`, for hf:// models that need one.",
+        "Secret for models that need one: for hf:// with the key `token`, for s3:// with "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if used, AWS_SESSION_TOKEN.",
         unset="anonymous",
         restarts=Restarts.PODS,
     )
     cache: ModelCache | None = field(
         None,
-        "One download of an hf:// model into a claim that all pods mount. Pods of a revision start "
-        "when its model is complete, so no accelerator waits for a download.",
+        "One download of an hf:// or s3:// model into a claim that all pods mount. Pods of a "
+        "revision start when its model is complete, so no accelerator waits for a download.",
         unset="each pod downloads the model",
         restarts=Restarts.PODS,
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        not_built(
-            "uri-remote",
-            "!self.uri.startsWith('s3://')",
-            "s3:// model sources",
-            at=".uri",
-            instead="use pvc://CLAIM[/PATH], hf://ORG/NAME or oci://IMAGE",
-        ),
         Rule(
             name="uri-form",
-            holds="self.uri.startsWith('s3://') || "
-            "(self.uri.startsWith('oci://') && "
+            holds="(self.uri.startsWith('oci://') && "
             f"self.uri.substring(6).split('#')[0].matches(r'{IMAGE_NAME}') && "
             "self.uri.matches('^[^#]+(#[-A-Za-z0-9._]+(/[-A-Za-z0-9._]+)*)?$')) || "
             f"(self.uri.matches('^pvc://{DNS_SUBDOMAIN}(/[-A-Za-z0-9._]+)*/?$') && "
             "self.uri.split('/')[2].size() < 254) || "
-            "self.uri.matches('^hf://[-A-Za-z0-9._]+/[-A-Za-z0-9._]+$')",
-            message="must be pvc://CLAIM[/PATH], hf://ORG/NAME or oci://IMAGE[#DIRECTORY]",
-            says="'must be pvc://CLAIM[/PATH], hf://ORG/NAME or oci://IMAGE[#DIRECTORY], not ' + "
-            "self.uri",
+            "self.uri.matches('^hf://[-A-Za-z0-9._]+/[-A-Za-z0-9._]+$') || "
+            "self.uri.matches('^s3://[a-z0-9][-.a-z0-9]{1,61}[a-z0-9](/[-A-Za-z0-9._]+)*/?$')",
+            message=f"must be {URI_FORMS}",
+            says=f"'must be {URI_FORMS}, not ' + self.uri",
             at=".uri",
         ),
         Rule(
@@ -227,20 +223,30 @@ class ModelSource(Model):
             reason="FieldValueRequired",
         ),
         Rule(
-            name="credentials-hf",
-            holds="!has(self.credentialsSecretRef) || self.uri.startsWith('hf://')",
-            message="is only read for hf:// models: remove it",
+            name="credentials-remote",
+            holds="!has(self.credentialsSecretRef) || self.uri.startsWith('hf://') || "
+            "self.uri.startsWith('s3://')",
+            message="is only read for hf:// and s3:// models: remove it",
             at=".credentialsSecretRef",
         ),
         Rule(
-            name="cache-hf",
-            holds="!has(self.cache) || self.uri.startsWith('hf://')",
-            message="is only for hf:// models: remove it, pods mount pvc:// and oci:// as they are",
+            name="cache-remote",
+            holds="!has(self.cache) || self.uri.startsWith('hf://') || "
+            "self.uri.startsWith('s3://')",
+            message="is only for hf:// and s3:// models: remove it, pods mount pvc:// and oci:// "
+            "as they are",
             at=".cache",
         ),
         Rule(
+            name="s3-cache",
+            holds="!self.uri.startsWith('s3://') || has(self.cache)",
+            message="is required for s3:// models: set cache.claim, a Job downloads into it",
+            at=".cache",
+            reason="FieldValueRequired",
+        ),
+        Rule(
             name="cache-commit",
-            holds="!has(self.cache) || !has(self.revision) || "
+            holds="!has(self.cache) || !self.uri.startsWith('hf://') || !has(self.revision) || "
             "self.revision.matches('^[0-9a-f]{40}$')",
             message="must be a commit of 40 hexadecimal digits with model.cache: a tag may move",
             says="'must be a commit of 40 hexadecimal digits with model.cache, a tag may move, "

@@ -154,10 +154,12 @@ def _block_size(spec: VLMServiceSpec) -> int:
 
 def _check_cache(model: ModelSource) -> None:
     if model.cache is None:
+        if model.uri.startswith("s3://"):
+            raise SpecError("spec.model.cache", "is required for s3:// models")
         return
-    if not model.uri.startswith("hf://"):
-        raise SpecError("spec.model.cache", "is only for hf:// models: remove it")
-    if _COMMIT.fullmatch(model.revision or "") is None:
+    if not model.uri.startswith(("hf://", "s3://")):
+        raise SpecError("spec.model.cache", "is only for hf:// and s3:// models: remove it")
+    if model.uri.startswith("hf://") and _COMMIT.fullmatch(model.revision or "") is None:
         raise SpecError("spec.model.revision", "must be a commit of 40 hexadecimal digits")
     check_pod_template(model.cache.pod_template, None, path="spec.model.cache.podTemplate")
 

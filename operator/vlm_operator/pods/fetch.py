@@ -16,7 +16,7 @@ from vlm_operator.pods.parts import (
     Images,
     Part,
     container_security,
-    hub_token,
+    credentials,
     object_labels,
 )
 from vlm_operator.state.downloads import DownloadState
@@ -77,7 +77,7 @@ def fetch_template(service: VLMService, download: DownloadState, images: Images)
         "args": [
             "fetch",
             f"--model={model.uri}",
-            f"--model-revision={model.revision}",
+            *((f"--model-revision={model.revision}",) if model.revision else ()),
             f"--into={MODEL_PATH}/{CHECKPOINT}",
             f"--bind={images.bind}",
             f"--http-port={names.PORT_HTTP}",
@@ -85,7 +85,7 @@ def fetch_template(service: VLMService, download: DownloadState, images: Images)
         "env": [
             {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
             {"name": "HF_HOME", "value": "/tmp/hub"},  # noqa: S108
-            *hub_token(service),
+            *credentials(service),
         ],
         "ports": [{"name": "http", "containerPort": names.PORT_HTTP, "protocol": "TCP"}],
         "resources": {

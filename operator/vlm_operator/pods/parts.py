@@ -2,6 +2,7 @@
 
 A pod mounts its model read-only from a PersistentVolumeClaim (`pvc://`) or an image (`oci://`), or
 downloads it into an emptyDir (`hf://`). The scheme decides the `--model` argument and one volume.
+With `model.cache`, which `s3://` requires, it mounts the claim that a Job fills.
 """
 
 from __future__ import annotations
@@ -129,17 +130,30 @@ def model_mount(service: VLMService) -> ModelMount:
         args=(f"--model={model.uri}", *revision, f"--model-cache={CACHE_PATH}"),
         mount={"name": "triptych-model-cache", "mountPath": CACHE_PATH},
         volume={"name": "triptych-model-cache", "emptyDir": {}},
-        env=hub_token(service),
+        env=credentials(service),
     )
 
 
-def hub_token(service: VLMService) -> tuple[Part, ...]:
-    """Return the variable with the token of the hub; empty without a Secret."""
-    secret = service.spec.model.credentials_secret_ref
+def credentials(service: VLMService) -> tuple[Part, ...]:
+    """Return the variables with the credentials of the model's source; empty without a Secret."""
+    model = service.spec.model
+    secret = model.credentials_secret_ref
     if secret is None:
         return ()
-    reference = {"name": secret.name, "key": "token"}
-    return ({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}},)
+    if model.uri.startswith("s3://"):
+        return (
+            _secret_variable("AWS_ACCESS_KEY_ID", secret.name, "AWS_ACCESS_KEY_ID"),
+            _secret_variable("AWS_SECRET_ACCESS_KEY", secret.name, "AWS_SECRET_ACCESS_KEY"),
+            _secret_variable("AWS_SESSION_TOKEN", secret.name, "AWS_SESSION_TOKEN", optional=True),
+        )
+    return (_secret_variable("HF_TOKEN", secret.name, "token"),)
+
+
+def _secret_variable(name: str, secret: str, key: str, *, optional: bool = False) -> Part:
+    reference: Part = {"name": secret, "key": key}
+    if optional:
+        reference["optional"] = True
+    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,6 +162,34 @@ def test_models_come_from_a_claim_or_into_a_cache():
     )
 
 
+def test_the_job_of_a_bucket_has_its_keys_and_pods_have_none():
+    model = {
+        "uri": "s3://bucket/team/x",
+        "credentialsSecretRef": {"name": "keys"},
+        "cache": {"claim": {"size": "1Gi"}},
+    }
+    manifest = body({"model": model}, decode=pool())
+    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
+    [job] = [item for item in found.plan.objects if item["kind"] == "Job"]
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"][1:3] == [
+        "--model=s3://bucket/team/x",
+        "--into=/models/model/checkpoint",
+    ]
+    keys = {
+        item["name"]: item["valueFrom"]["secretKeyRef"]
+        for item in container["env"]
+        if item["name"].startswith("AWS_")
+    }
+    assert keys == {
+        "AWS_ACCESS_KEY_ID": {"name": "keys", "key": "AWS_ACCESS_KEY_ID"},
+        "AWS_SECRET_ACCESS_KEY": {"name": "keys", "key": "AWS_SECRET_ACCESS_KEY"},
+        "AWS_SESSION_TOKEN": {"name": "keys", "key": "AWS_SESSION_TOKEN", "optional": True},
+    }
+    for template in templates(manifest).values():
+        assert "AWS_" not in str(template)
+
+
 def test_blocks_are_short_where_a_worker_asks_for_an_accelerator():
     resources = {"limits": {"nvidia.com/gpu": "1"}}
     variant = {"name": "gpu", "placement": {}, "resources": resources}
