@@ -1,4 +1,4 @@
-"""`model.cache` with real pods: a download from a hub, then the next revision; and from a bucket."""
+"""`model.cache` with real pods: a hub's model, its next revision, and the folder of a bucket."""
 
 import asyncio
 import copy
