@@ -6,6 +6,7 @@ For existing pods, services.py reports the scheduler's message, which is more ex
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from vlm_cli.doctor.facts import Facts, Finding, Level
 from vlm_operator.api import Variant, VLMService, parse, quantity
@@ -50,7 +51,9 @@ def classes(facts: Facts) -> Iterator[Finding]:
     for item in facts.all(VLM_NODE_CLASS):
         found = node_class(item)
         devices = {found.accelerator: found.accelerators} if found.accelerator else {}
-        problem, remedy = _problem_of(facts.all(NODE), found.node_selector, devices)
+        problem, remedy = problem_of(
+            facts.all(NODE), found.node_selector, devices, found.tolerations
+        )
         level = Level.OK if not problem else Level.FAIL if found.name in used else Level.WARN
         message = problem or f"{len(_selected(facts.all(NODE), found.node_selector))} nodes"
         note = "" if found.name in used else " (no service uses it)"
@@ -88,15 +91,20 @@ def _problems(
         for variant in pool.variants:
             if variant.node_class_ref is None and variant.placement is not None:
                 devices = _devices_of(variant)
-                problem, remedy = _problem_of(nodes, variant.placement.node_selector, devices)
+                tolerations = [item.to_dict() for item in variant.placement.tolerations]
+                selector = variant.placement.node_selector
+                problem, remedy = problem_of(nodes, selector, devices, tolerations)
                 if problem:
                     path = f"spec.pools.{role}.variants[{variant.name}]"
                     problems.append((f"{path}: {problem}", remedy))
     return problems
 
 
-def _problem_of(
-    nodes: Sequence[Manifest], selector: Mapping[str, str], devices: Mapping[str, int]
+def problem_of(
+    nodes: Sequence[Manifest],
+    selector: Mapping[str, str],
+    devices: Mapping[str, int],
+    tolerations: Sequence[Mapping[str, Any]],
 ) -> tuple[str, str]:
     """Return why no node can run such a pod, and the remedy; both are "" if one can."""
     matching = _selected(nodes, selector)
@@ -115,7 +123,50 @@ def _problem_of(
             return message, "ask for fewer, or add larger nodes"
     if not any(_accepts_pods(node) for node in matching):
         return f"none of the {len(matching)} nodes is Ready and schedulable", "kubectl get nodes"
+    able = [
+        node
+        for node in matching
+        if _accepts_pods(node)
+        and all(_allocatable(node, resource) >= count for resource, count in devices.items())
+    ]
+    refusing = [_untolerated(node, tolerations, devices) for node in able]
+    if all(refusing):
+        taints = ", ".join(sorted({taint for found in refusing for taint in found}))
+        if not able:
+            return "no node that is Ready has the devices of a pod", "kubectl get nodes"
+        return (
+            f"each of its {len(able)} nodes has a taint that the pods do not tolerate: {taints}",
+            "add a toleration to the placement, or remove the taint",
+        )
     return "", ""
+
+
+def _untolerated(
+    node: Manifest, tolerations: Sequence[Mapping[str, Any]], devices: Mapping[str, int]
+) -> list[str]:
+    """Return the taints of a node that keep the pods away, as KEY[=VALUE]:EFFECT.
+
+    Many clusters taint nodes by the name of their device, and add the toleration to pods that ask
+    for the device (admission plugin ExtendedResourceToleration). Such a taint does not count.
+    """
+    return [
+        f"{taint['key']}{'=' + taint['value'] if taint.get('value') else ''}:{taint['effect']}"
+        for taint in node.get("spec", {}).get("taints", ())
+        if taint["effect"] != "PreferNoSchedule"
+        and taint["key"] not in devices
+        and not any(_tolerates(one, taint) for one in tolerations)
+    ]
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    """Whether the scheduler ignores the taint; absent key and effect match all."""
+    if toleration.get("effect") not in (None, "", taint["effect"]):
+        return False
+    if toleration.get("key") not in (None, "", taint["key"]):
+        return False
+    if toleration.get("operator") == "Exists":
+        return True
+    return (toleration.get("value") or "") == (taint.get("value") or "")
 
 
 def _selected(nodes: Sequence[Manifest], selector: Mapping[str, str]) -> list[Manifest]:

@@ -11,6 +11,7 @@ import yaml
 from vlm_cli.definitions import KINDS, crd
 from vlm_cli.doctor.command import CHECKS, examine
 from vlm_cli.doctor.facts import GLOBAL, LOCAL, Level, Right
+from vlm_cli.doctor.nodes import problem_of
 from vlm_cli.doctor.rights import OF_CERTIFICATES, OF_CLUSTER, OF_NAMESPACES, of_authority, of_lease
 from vlm_cli.doctor.services import gateways
 from vlm_operator import names
@@ -86,6 +87,12 @@ def _second(*spaces: str) -> list[dict[str, Any]]:
     return [deployment(), other]
 
 
+def _tainted(key: str, effect: str) -> dict[str, Any]:
+    found = node(type="fast")
+    found["spec"]["taints"] = [{"key": key, "value": "b", "effect": effect}]
+    return found
+
+
 @pytest.mark.parametrize(
     ("change", "check", "level", "said"),
     [
@@ -121,6 +128,10 @@ def _second(*spaces: str) -> list[dict[str, Any]]:
         (
             {"vlmnodeclasses": [node_class(count=8)]},
             "node-classes", "fail", f"needs 8 {GPU}, the largest of its nodes has 2",
+        ),
+        (
+            {"nodes": [_tainted("team", "NoSchedule")]},
+            "node-classes", "fail", "do not tolerate: team=b:NoSchedule",
         ),
         ({"vlmnodeclasses": []}, "placement", "fail", "fast does not exist"),
         ({"persistentvolumeclaims": []}, "claims", "fail", "ns/shapes does not exist"),
@@ -322,3 +333,35 @@ def test_one_gateway_is_told_with_the_patch_for_two(replicas: int | None) -> Non
     assert found.level is Level.OK
     assert ("requests fail" in found.message) == (replicas != 2)
     assert found.remedy.endswith("""-p '{"spec":{"gateway":{"replicas":2}}}'""") == (replicas != 2)
+
+
+TOLERATIONS: dict[str, tuple[dict[str, str], bool]] = {
+    "the same value": ({"key": "team", "value": "b"}, True),
+    "another value": ({"key": "team", "value": "a"}, False),
+    "no value": ({"key": "team"}, False),
+    "any value": ({"key": "team", "operator": "Exists"}, True),
+    "any taint": ({"operator": "Exists"}, True),
+    "another key": ({"key": "role", "operator": "Exists"}, False),
+    "another effect": ({"key": "team", "operator": "Exists", "effect": "NoExecute"}, False),
+    "its effect": ({"key": "team", "value": "b", "effect": "NoSchedule"}, True),
+}
+
+
+@pytest.mark.parametrize(("toleration", "fits"), TOLERATIONS.values(), ids=TOLERATIONS)
+def test_a_taint_counts_unless_a_toleration_matches_it(toleration: dict[str, str], fits: bool):
+    nodes = [_tainted("team", "NoSchedule")]
+    problem, _ = problem_of(nodes, {}, {GPU: 1}, [toleration])
+    assert (problem == "") is fits
+
+
+@pytest.mark.parametrize(("key", "effect"), [(GPU, "NoSchedule"), ("team", "PreferNoSchedule")])
+def test_a_taint_of_the_device_and_a_preference_do_not_count(key: str, effect: str):
+    """Clusters that taint nodes by their device add the toleration to pods that ask for it."""
+    assert problem_of([_tainted(key, effect)], {}, {GPU: 1}, []) == ("", "")
+
+
+def test_one_node_without_the_taint_is_enough():
+    nodes = [_tainted("team", "NoSchedule"), node("n2")]
+    assert problem_of(nodes, {}, {GPU: 1}, []) == ("", "")
+    nodes[1]["status"]["allocatable"] = {}
+    assert "team=b:NoSchedule" in problem_of(nodes, {}, {GPU: 1}, [])[0]
