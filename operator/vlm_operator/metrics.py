@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 REGISTRY = CollectorRegistry()
@@ -154,7 +156,11 @@ def set_or_remove(gauge: Gauge, value: float | None, *labels: str) -> None:
         gauge.labels(*labels).set(value)
 
 
-def forget(namespace: str, service: str) -> None:
-    """Remove all series of a deleted service."""
+def forget(namespace: str, service: str, *, role: str | None = None) -> None:
+    """Remove all series of a deleted service, or of one pool that it no longer has."""
+    labels = {"namespace": namespace, "service": service}
+    if role is not None:
+        labels["role"] = role
     for metric in OF_A_SERVICE:
-        metric.remove_by_labels({"namespace": namespace, "service": service})
+        with contextlib.suppress(ValueError):  # a metric of the whole service has no label `role`
+            metric.remove_by_labels(labels)

@@ -37,6 +37,7 @@ from vlm_operator.metrics import (
     STALLED,
     TTFT_TARGET,
     WAKING,
+    forget,
     set_or_remove,
 )
 from vlm_operator.names import Role
@@ -79,6 +80,7 @@ class Reporter:
         self._kept: tuple[int, Mapping[str, NodeClassState], str | None] | None = None
         self._posted: dict[Event, float] = {}
         self._counted: dict[Role, tuple[int, str, str | None]] = {}
+        self._certified: set[Role] = set()
         self._foreign: frozenset[tuple[str, str]] = frozenset()
         self._foreign_at = float("-inf")
 
@@ -209,6 +211,9 @@ class Reporter:
         if absurd:
             BAD_SAMPLES.labels(reason="absurd").inc(len(absurd))
         changed, service = False, (self._namespace, self._name)
+        for role in self._counted.keys() - view.service.spec.pools.present.keys():
+            forget(*service, role=role.value)
+            del self._counted[role]
         for role in view.service.spec.pools.present:
             pool, decision = (*service, role.value), turn_plan.decisions[role]
             DESIRED_REPLICAS.labels(*pool).set(view.desired[role])
@@ -225,6 +230,10 @@ class Reporter:
             changed = changed or before != now
             if before is not None and before[0] != decision.to:
                 SCALE_DECISIONS.labels(*pool, decision.reason).inc()
+        certified = {certificate.role for certificate in view.identity.certificates}
+        for role in self._certified - certified:
+            IDENTITY_EXPIRY.remove(*service, role.value)
+        self._certified = certified
         for certificate in view.identity.certificates:
             role = certificate.role
             IDENTITY_EXPIRY.labels(*service, role.value).set(certificate.not_after)

@@ -70,6 +70,22 @@ def test_the_bound_of_the_last_decision_is_the_only_one_shown():
     assert sample("scale_limited", role="decode", bound="Max") is None
 
 
+def test_a_pool_that_is_removed_leaves_no_series():
+    world = World(body(encoder=pool(), decode=pool()))
+    world.turn()
+    assert sample("desired_replicas", role="encoder") == 1
+    world.apply(body(decode=pool()))
+    world.turn()
+    labels = [
+        series.labels
+        for metric in REGISTRY.collect()
+        for series in metric.samples
+        if series.labels.get("service") == "demo"
+    ]
+    assert [found for found in labels if found.get("role") == "encoder"] == []
+    assert sample("desired_replicas", role="decode") == 1
+
+
 def test_a_deleted_service_leaves_no_series():
     World(body({"slo": SLO})).turn()
     forget("ns", "demo")
