@@ -76,11 +76,17 @@ def count_capacity(
     A variant is exhausted if a pod of it is late and has never been ready. A pod that was ready
     before does not count: its process or its node failed, and the next pod may start. Each failure
     in a row doubles the wait. After it, one pod at a time tries the variant (`PoolContext.caps`).
+
+    Only failures that a new pod would repeat count. A pod that does not become ready counts if new
+    pods have its revision. A pod without a node counts if new pods have its placement.
     """
     current = _current(service.pools[role], pool, history)
     pending, unschedulable, overdue, exhausted = {}, {}, {}, {}
     for name, count in current.items():
+        revision, placement = pool.revisions.get(name, ""), pool.placements.get(name, "")
         known = history.exhausted.get(name)
+        if known is not None and not _same(known.scope, placement if known.nodes else revision):
+            known = None
         without_node, on_node = start_timeouts(service, role, name, estimate)
         own = [pod for pod in pool.pods if pod.variant == name]
         waiting = [pod for pod in own if pod.phase == "pending"]
@@ -90,16 +96,24 @@ def count_capacity(
         pending[name] = min(len(waiting), count)
         unschedulable[name] = min(len(lost), count)
         overdue[name] = min(len(lost if known is None else waiting) + len(slow), count)
-        late = tuple(pod.uid for pod in (*lost, *slow) if count and not pod.served)
+        unplaced = [pod for pod in lost if not pod.served and _same(pod.placement, placement)]
+        failing = [pod for pod in slow if not pod.served and _same(pod.revision, revision)]
+        late = tuple(pod.uid for pod in (*unplaced, *failing) if count)
         if known is not None and any(_ends(pod, known) for pod in own):
             known = None
         if late and (known is None or known.until <= now):
             times = 1 if known is None else known.times + 1
             wait = service.constants.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
-            known = Exhausted(now, now + wait, times, nodes=bool(lost), late=late)
+            scope = placement if unplaced else revision
+            known = Exhausted(now, now + wait, times, bool(unplaced), late, scope)
         if known is not None:
             exhausted[name] = known
     return PoolCapacity(current, pending, unschedulable, overdue, exhausted)
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two revisions or placements are equal; an unknown one ("") equals all."""
+    return one == other or not (one and other)
 
 
 def _ends(pod: PodView, known: Exhausted) -> bool:

@@ -157,7 +157,7 @@ def _share_exhausted(contexts: Mapping[Role, PoolContext]) -> dict[Role, PoolCon
         for item in context.policy.variants:
             node_class, own = item.node_class or "", exhausted.get(item.name)
             if own is None and node_class in lacking:
-                exhausted[item.name] = dataclasses.replace(lacking[node_class], late=())
+                exhausted[item.name] = dataclasses.replace(lacking[node_class], late=(), scope="")
             elif own is not None and not own.late and provided.get(node_class, 0.0) > own.since:
                 del exhausted[item.name]
         shared[role] = context.with_history(exhausted=exhausted)

@@ -37,6 +37,8 @@ class Exhausted:
         times: number of such failures in a row; each doubles the wait.
         nodes: the variant did not even provide a node.
         late: uids of the pods that did not become ready; empty if only another pool saw it.
+        scope: what the failure says something about: the placement of the late pods if `nodes`,
+            else their revision. "" if unknown, or if only another pool saw it.
     """
 
     since: float
@@ -44,6 +46,7 @@ class Exhausted:
     times: int
     nodes: bool = False
     late: tuple[str, ...] = ()
+    scope: str = ""
 
     @property
     def what(self) -> str:

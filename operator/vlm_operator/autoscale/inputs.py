@@ -25,6 +25,17 @@ from vlm_operator.autoscale.view import PodPhase, PodView, PoolView, View
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Manifest, NodeClassState, Observed, PodState
 
+_PLACEMENT_FIELDS = (
+    "affinity",
+    "nodeSelector",
+    "priorityClassName",
+    "resourceClaims",
+    "runtimeClassName",
+    "schedulerName",
+    "tolerations",
+    "topologySpreadConstraints",
+)
+
 
 def service_policy(
     service: VLMService, classes: Mapping[str, NodeClassState], *, constants: Constants = CONSTANTS
@@ -71,7 +82,7 @@ def service_view(
     observed: Observed,
     deployments: Iterable[DeploymentState],
     *,
-    current: Iterable[tuple[Role, str]],
+    revisions: Mapping[tuple[Role, str], str],
     rolling: Collection[Role],
 ) -> View:
     """Build the view of a service.
@@ -80,15 +91,14 @@ def service_view(
         service: the service with its pools.
         observed: the state that this turn read.
         deployments: Deployments of all roles.
-        current: role and revision of each variant's target.
+        revisions: revision of each target, by role and variant.
         rolling: roles that have pods of another revision.
     """
-    newest = set(current)
     live = list(deployments)
     return View(
         now=observed.now,
         pools={
-            role: _pool_view(service, role, observed, live, newest, role in rolling)
+            role: _pool_view(service, role, observed, live, revisions, role in rolling)
             for role in service.spec.pools.present
         },
         samples=observed.samples,
@@ -204,28 +214,50 @@ def _pool_view(
     role: Role,
     observed: Observed,
     deployments: list[DeploymentState],
-    current: set[tuple[Role, str]],
+    revisions: Mapping[tuple[Role, str], str],
     rolling: bool,
 ) -> PoolView:
     own = [item for item in deployments if item.role is role]
-    asked = [item for item in own if (role, item.revision) in current]
+    wanted = {variant: revision for (of, variant), revision in revisions.items() if of is role}
+    newest = set(wanted.values())
+    asked = [item for item in own if item.revision in newest]
     # until a rollout has moved replicas, older revisions have them all
     if not any(item.desired for item in asked):
-        asked = [item for item in own if (role, item.revision) not in current]
+        asked = [item for item in own if item.revision not in newest]
     live: dict[str, int] = {}
     for item in asked:
         live[item.variant] = live.get(item.variant, 0) + item.desired
     manifest = observed.child(names.KIND_POOL, names.child(service.name, role))
+    placements = {
+        (item.variant, item.revision): _placement(observed.child("Deployment", item.name))
+        for item in own
+    }
     return PoolView(
         replicas=observed.pool_replicas(service.name, role),
         owner=pool_owner(manifest),
         live=live,
-        pods=tuple(_pod(pod) for pod in observed.of(role)),
+        pods=tuple(
+            _pod(pod, placements.get((pod.variant, pod.revision), "")) for pod in observed.of(role)
+        ),
         rolling=rolling,
+        revisions=wanted,
+        placements={item[0]: placements[item] for item in wanted.items() if item in placements},
     )
 
 
-def _pod(pod: PodState) -> PodView:
+def _placement(deployment: Manifest | None) -> str:
+    """Return a digest of what decides on which nodes pods fit; "" without a Deployment."""
+    if deployment is None:
+        return ""
+    spec = deployment["spec"]["template"]["spec"]
+    containers = [*spec.get("initContainers", []), *spec.get("containers", [])]
+    claims = [item.get("persistentVolumeClaim") for item in spec.get("volumes", [])]
+    fields = {name: spec.get(name) for name in _PLACEMENT_FIELDS}
+    resources = [item.get("resources") for item in containers]
+    return names.digest_of([fields, resources, list(filter(None, claims))], length=8)
+
+
+def _pod(pod: PodState, placement: str) -> PodView:
     phase: PodPhase = "starting"
     if pod.draining:
         phase = "draining"
@@ -243,4 +275,6 @@ def _pod(pod: PodState) -> PodView:
         served=pod.served,
         became_ready=pod.ready_since,
         unready_since=pod.unready_since,
+        revision=pod.revision,
+        placement=placement,
     )

@@ -26,6 +26,8 @@ class PodView:
             `ready_since` if it was not ready in between. None if it is not ready or unknown.
         unready_since: seconds since the epoch at which it last stopped being ready; None if it is
             ready or unknown.
+        revision: that of its Deployment; "" if unknown.
+        placement: digest of what decides on which nodes it fits; "" if unknown.
     """
 
     uid: str
@@ -37,6 +39,8 @@ class PodView:
     served: bool = False
     became_ready: float | None = None
     unready_since: float | None = None
+    revision: str = ""
+    placement: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,8 @@ class PoolView:
         live: replicas that the pool's Deployments request, by variant.
         pods: all pods that have not ended. Draining ones are included, because they hold devices.
         rolling: pods of an older revision exist.
+        revisions: revision that new pods get, by variant; no entry if unknown.
+        placements: placement of such pods, by variant; no entry before their Deployment exists.
     """
 
     replicas: int | None
@@ -56,6 +62,8 @@ class PoolView:
     live: Mapping[str, int]
     pods: tuple[PodView, ...]
     rolling: bool = False
+    revisions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    placements: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def of(self, phase: PodPhase) -> tuple[PodView, ...]:
         """Return the pods in one phase."""

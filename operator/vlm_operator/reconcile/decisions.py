@@ -238,7 +238,7 @@ def _size(
         service,
         observed,
         deployments,
-        current=[(role, goal.revision) for (role, _), goal in goals.items()],
+        revisions={key: goal.revision for key, goal in goals.items()},
         rolling={
             item.role
             for item in deployments

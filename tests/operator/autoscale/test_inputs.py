@@ -148,6 +148,25 @@ def test_a_view_names_the_phase_of_every_pod_and_who_owns_the_number():
     assert (decode.owner, decode.replicas, decode.live) == ("kubectl", 2, {"default": 1})
 
 
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"engine": {"extraArgs": ["--max-requests=8"]}}, True),
+        ({"podTemplate": {"spec": {"schedulerName": "other"}}}, False),
+        ({"variants": [{"name": "default", "resources": {"limits": {"cpu": "9"}}}]}, False),
+    ],
+)
+def test_revisions_share_a_placement_if_their_pods_fit_on_the_same_nodes(change, same):
+    world = World(body(decode=pool()))
+    world.converge()
+    (before,) = view_of(world).pools[Role.DECODE].pods
+    world.apply(body(decode=pool(**change)))
+    world.turn()
+    decode = view_of(world).pools[Role.DECODE]
+    assert before.revision != decode.revisions["default"]
+    assert (before.placement == decode.placements["default"]) is same
+
+
 def view_of(world: World):
     """What the next decision would see."""
     now = world.cluster.clock.now
@@ -161,7 +180,7 @@ def view_of(world: World):
         written,
         observed,
         deployments,
-        current=[(role, item.id) for (role, _), item in current.items()],
+        revisions={key: item.id for key, item in current.items()},
         rolling=(),
     )
 

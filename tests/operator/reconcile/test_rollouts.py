@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from support.fakes import run_controllers
+from support.load import FAST, SLO, Loaded, auto
 from support.world import World, body, kstatus, pool, rps
 from vlm_operator import names
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, VLM_SERVICE, Manifest
 from vlm_operator.names import Role
 from vlm_operator.state import Resolved
@@ -228,6 +230,25 @@ def test_the_old_manifest_again_is_a_way_back_too():
     assert {key for key in world.snapshot() if key[0] == "Deployment"} == {
         key for key in before if key[0] == "Deployment"
     }
+
+
+@pytest.mark.parametrize("back", ["manifest", "rollback"])
+def test_a_revision_that_crashed_does_not_keep_the_previous_one_from_growing(back: str):
+    spec = {"slo": SLO, "autoscaling": FAST, "rollout": ROLLBACK}
+    constants = Constants(startup_seconds=5.0, smoothing_seconds=1.0, exhausted_seconds=1e6)
+    world = Rollout(body(spec, decode=auto(2)), constants=constants)
+    world.scraper = Loaded()
+    world.loop = world.new_loop()
+    world.next()
+    world.crash = True
+    world.apply(body(spec, decode=auto(2, engine={"extraArgs": ["--max-requests=0"]})))
+    world.until(lambda: "Exhausted" in world.condition("CapacitySufficient")["reason"])
+    if back == "manifest":
+        world.apply(body(spec, decode=auto(2)))
+    else:
+        world.until(lambda: _rolled_back(world), seconds=20)
+    world.scraper.tokens = 4000
+    world.until(lambda: sum(revision_of(pod) in world.good for pod in workers(world)) >= 4)
 
 
 def _rolled_back(world: World) -> bool:

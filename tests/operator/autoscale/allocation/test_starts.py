@@ -228,3 +228,31 @@ def test_a_pod_that_becomes_ready_ends_the_write_off():
         estimate = Estimate((), {}, True, 0.0, {})
         counted = count_capacity(service(rules), DECODE, seen, estimate, pace, now=NOW + 5)
         assert counted.exhausted == found
+
+
+@given(
+    st.sampled_from(["pending", "starting"]),
+    st.sampled_from(["", "old", "new"]),
+    st.sampled_from(["", "here", "there"]),
+    st.sampled_from(["new", "other"]),
+    st.sampled_from(["here", "elsewhere"]),
+)
+def test_only_a_failure_that_a_new_pod_would_repeat_exhausts_a_variant(
+    phase, revision, placement, after, fits
+):
+    """A crash is one of the revision; a missing node is one of the placement."""
+    rules = pool(DECODE, HEAVY)
+    policy, estimate = service(rules), Estimate((), {}, True, 0.0, {(DECODE, "a"): 600.0})
+    scheduled = None if phase == "pending" else NOW
+    pod = PodView("x", "a", phase, NOW, None, scheduled, revision=revision, placement=placement)
+    seen = PoolView(1, None, {"a": 1}, (pod,), False, {"a": "new"}, {"a": "here"})
+    fresh = ScalingHistory(NOW, rules.mode)
+    found = count_capacity(policy, DECODE, seen, estimate, fresh, now=NOW + 1200.0).exhausted
+    known, expected = (placement, "here") if phase == "pending" else (revision, "new")
+    assert ("a" in found) is (known in ("", expected))
+    # the target changes, and the pod is gone
+    target = dataclasses.replace(seen, pods=(), revisions={"a": after}, placements={"a": fits})
+    history = dataclasses.replace(fresh, exhausted=found)
+    kept = count_capacity(policy, DECODE, target, estimate, history, now=NOW + 1201.0).exhausted
+    same = fits == "here" if phase == "pending" else after == "new"
+    assert kept == (found if same else {})
