@@ -38,7 +38,7 @@ class Count(NamedTuple):
 # and says why.
 LIMITS = {
     "worker": Count(lines=34_600, single_importers=39, short_files=16),
-    "operator": Count(lines=40_750, single_importers=53, short_files=34),
+    "operator": Count(lines=40_800, single_importers=53, short_files=34),
     "kernels": Count(lines=6_640, single_importers=14, short_files=8),
 }
 
