@@ -29,6 +29,7 @@ class Bucket:
         objects: content by key.
         num_cuts: answers with the large file that end halfway.
         changes: the large file gets another ETag after the list.
+        etags: whether the list has ETags.
         down: every call is answered with 503.
         stalls: an answer with the large file stops halfway until `resume` is set; `stalled` is set
             at that moment.
@@ -43,6 +44,7 @@ class Bucket:
     )
     num_cuts: int = 0
     changes: bool = False
+    etags: bool = True
     down: bool = False
     stalls: bool = False
     stalled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -81,7 +83,7 @@ class Bucket:
         page, more = keys[:PAGE], len(keys) > PAGE
         contents = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z"
-            f"</LastModified><ETag>{escape(self.etag(key))}</ETag>"
+            f"</LastModified>{f'<ETag>{escape(self.etag(key))}</ETag>' if self.etags else ''}"
             f"<Size>{len(self.objects[key])}</Size></Contents>"
             for key in page
         )

@@ -82,6 +82,8 @@ async def test_a_model_is_complete_once_fetched_and_is_not_fetched_again(
 ) -> None:
     bucket.objects[f"{PREFIX}/training.bin"] = b"not ours"
     bucket.objects[f"{PREFIX}-other/config.json"] = b"another model"
+    bucket.objects[f"{PREFIX}/.triptych-model.json"] = b'{"uri": "another", "complete": true}'
+    bucket.objects[f"{PREFIX}/.triptych-objects.json"] = b"{}"
     into = tmp_path / "shapes"
     code, errors = await fetch(bucket, into, uri=f"{URI}/")
     assert code == 0, errors
@@ -171,6 +173,14 @@ async def test_a_bucket_that_is_down_may_be_tried_again(bucket: Bucket, tmp_path
     code, errors = await fetch(bucket, tmp_path)
     assert code == 1
     assert "check AWS_ENDPOINT_URL, HTTPS_PROXY, DNS" in errors
+
+
+async def test_a_store_without_etags_is_refused(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.etags = False
+    code, errors = await fetch(bucket, tmp_path)
+    assert code == NEEDS_USER
+    assert "no ETag" in errors
+    assert bucket.sent == []
 
 
 async def test_a_key_outside_of_the_folder_is_refused(bucket: Bucket, tmp_path: Path) -> None:

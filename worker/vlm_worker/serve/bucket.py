@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 KEYS: Final = (
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; in a VLMService, model.credentialsSecretRef"
 )
-OBJECTS: Final = ".triptych-objects.json"  # ETags of the files of a directory
+OURS: Final = ".triptych-"  # how names of our own files begin
+OBJECTS: Final = f"{OURS}objects.json"  # ETags of the files of a directory
 PART_BYTES: Final = 64 << 20  # of one request, so that a request that stalls ends at its timeout
 _CHUNK_BYTES: Final = 1 << 20  # of one write
 _TIMEOUT: Final = "120s"  # of a request with its body
@@ -86,13 +87,20 @@ def read_index(source: ModelSource, patterns: Sequence[str]) -> BucketIndex:
     try:
         for item in (one for page in obstore.list(_store(source)) for one in page):
             path = str(item["path"])
+            if path.rpartition("/")[2].startswith(OURS):
+                continue  # uploaded from a directory of `vlm-worker fetch`: records of that one
             if not any(fnmatch(path, pattern) for pattern in patterns):
                 continue
             if any(part in ("", ".", "..") for part in path.split("/")):
                 raise ModelConfigError(
                     f"--model: {source.uri}: the key {path!r} is no file name; rename the object"
                 )
-            files.append(BucketFile(path, int(item["size"]), str(item["e_tag"] or "")))
+            if not item["e_tag"]:
+                raise ModelConfigError(
+                    f"--model: {source.uri}: the store gives {path!r} no ETag, so a change during "
+                    "the download would be unnoticed; copy the model into a volume"
+                )
+            files.append(BucketFile(path, int(item["size"]), item["e_tag"]))
     except BaseError as error:
         raise _bucket_error(error, source) from error
     files.sort(key=lambda file: file.path)
@@ -190,7 +198,9 @@ def _fetch_file(
                     stream.flush()  # a run that is killed keeps what it has
                     done += len(chunk)
                     meter.add(len(chunk))
-            except BaseError as error:
+            except (BaseError, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # the file cannot be written; obstore's own errors have no number
                 failures = 0 if done > began else failures + 1
                 failed = _bucket_error(error, source)
                 if failures == _ATTEMPTS or not _may_continue(failed, error):
@@ -209,9 +219,7 @@ def _part(store: S3Store, file: BucketFile, start: int) -> Iterator[bytes]:
     import obstore
 
     end = min(file.size, start + PART_BYTES)
-    options: GetOptions = {"range": (start, end)}
-    if file.etag:
-        options["if_match"] = file.etag
+    options: GetOptions = {"range": (start, end), "if_match": file.etag}
     answer, left = obstore.get(store, file.path, options=options), end - start
     for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
         left -= len(chunk)
