@@ -104,8 +104,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--monitoring-namespace", default=default.monitoring_namespace, metavar="NS",
         help="namespace whose pods NetworkPolicies let read /metrics; default: none")  # fmt: skip
     add("--model-source", dest="model_sources", action="append", type=_cidr, default=[],
-        metavar="CIDR", help="addresses of a mirror or proxy that NetworkPolicies let pods with an "
-        "hf:// model reach; repeatable; default: none")  # fmt: skip
+        metavar="CIDR", help="addresses of a mirror, bucket or proxy that NetworkPolicies let pods "
+        "which download a model reach; repeatable; default: none")  # fmt: skip
     add("--no-network-policies", dest="network_policies", action="store_false",
         help="create no NetworkPolicies for services; delete existing ones")  # fmt: skip
     add("--identity-mode", default=default.identity_mode, choices=["OperatorCA", "Off"],
