@@ -170,10 +170,11 @@ class _streams:  # noqa: N801 - used as a function
         self._tasks: list[asyncio.Task[str]] = []
 
     async def __aenter__(self) -> list[asyncio.Task[str]]:
-        before = await self._num_tokens()
+        before, _ = await self._progress()
 
         async def begun() -> bool:
-            return await self._num_tokens() - before >= STREAMS * BEGUN
+            tokens, inflight = await self._progress()  # some may generate before others begin
+            return inflight == STREAMS and tokens - before >= STREAMS * BEGUN
 
         self._tasks = [
             asyncio.create_task(self._served.stream(max_tokens=LONG)) for _ in range(STREAMS)
@@ -181,10 +182,11 @@ class _streams:  # noqa: N801 - used as a function
         await until(begun, seconds=30, awaited="the streams to begin", every=0.01)
         return self._tasks
 
-    async def _num_tokens(self) -> int:
-        """The number of tokens that the decode pods have generated: our client may be later."""
+    async def _progress(self) -> tuple[int, int]:
+        """Tokens that the decode pods have generated, and their streams; our client is later."""
         stats = [await stats_of(pod) for pod in await self._served.pods(Role.DECODE)]
-        return sum(one["counters"]["output_tokens"] for one in stats)
+        tokens = sum(one["counters"]["output_tokens"] for one in stats)
+        return tokens, sum(one["inflight"] for one in stats)
 
     async def __aexit__(self, *exc: object) -> None:
         for task in self._tasks:
