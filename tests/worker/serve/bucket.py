@@ -29,6 +29,7 @@ class Bucket:
         objects: content by key.
         num_cuts: answers with the large file that end halfway.
         changes: the large file gets another ETag after the list.
+        changes_last: `config.json` gets other content once the large file is sent.
         etags: whether the list has ETags.
         down: every call is answered with 503.
         stalls: an answer with the large file stops halfway until `resume` is set; `stalled` is set
@@ -44,6 +45,7 @@ class Bucket:
     )
     num_cuts: int = 0
     changes: bool = False
+    changes_last: bool = False
     etags: bool = True
     down: bool = False
     stalls: bool = False
@@ -130,6 +132,9 @@ class Bucket:
             self.stalled.set()
             await self.resume.wait()
         await response.write(part[half:])
+        if key.endswith(LARGE) and self.changes_last:
+            self.changes_last = False
+            self.objects[f"{PREFIX}/config.json"] += b" "
         return response
 
 

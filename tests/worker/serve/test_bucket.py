@@ -143,6 +143,20 @@ async def test_an_object_that_changes_meanwhile_is_never_mixed(
     assert (tmp_path / LARGE).read_bytes() == bucket.objects[f"{PREFIX}/{LARGE}"]
 
 
+async def test_a_folder_that_changes_after_a_file_was_fetched_is_not_complete(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.changes_last = True
+    code, errors = await fetch(bucket, tmp_path)
+    assert code == 1, "another run may succeed"
+    assert "changed during the download; run `vlm-worker fetch` again" in errors
+    assert not bucket.changes_last
+    code, errors = await fetch(bucket, tmp_path)
+    assert code == 0, errors
+    changed = bucket.objects[f"{PREFIX}/config.json"]
+    assert (tmp_path / "config.json").read_bytes() == changed
+
+
 async def test_keys_that_are_refused_say_which_secret_to_give(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -168,9 +182,12 @@ async def test_a_folder_that_does_not_exist_is_named(
     assert f"{uri}: {message}" in errors or f"{uri} {message}" in errors
 
 
-async def test_a_bucket_that_is_down_may_be_tried_again(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["models", "credentials", "certificates", "redirect"])
+async def test_a_bucket_that_is_down_may_be_tried_again(
+    bucket: Bucket, tmp_path: Path, name: str
+) -> None:
     bucket.down = True
-    code, errors = await fetch(bucket, tmp_path)
+    code, errors = await fetch(bucket, tmp_path, uri=f"s3://{name}/{name}")
     assert code == 1
     assert "check AWS_ENDPOINT_URL, HTTPS_PROXY, DNS" in errors
 

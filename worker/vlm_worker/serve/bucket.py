@@ -42,6 +42,7 @@ _FILES_AT_ONCE: Final = 8
 _ATTEMPTS: Final = 3  # of a part, while no byte arrives
 _RETRIES: Final = 5  # of a request, with growing pauses
 _STATUS: Final = re.compile(r"status code: (\d{3})\b")
+_URL: Final = re.compile(r"https?://\S+")
 _RETRY_TIMEOUT: Final = datetime.timedelta(seconds=60)
 
 
@@ -271,12 +272,13 @@ def _explain(error: Exception) -> tuple[str, str, bool]:
     from obstore import exceptions
 
     text = " ".join(str(error).split("\n\nDebug source:")[0].split())
+    text = _URL.sub("the store", text)  # it has names of the user, which may look like a cause
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0  # the errors of a list have no types of their own
     if isinstance(error, exceptions.NotFoundError) or status == 404:
         return "there is no such bucket or object", "correct the uri or AWS_ENDPOINT_URL", False
     refused = (exceptions.UnauthenticatedError, exceptions.PermissionDeniedError)
-    if isinstance(error, refused) or status in (401, 403):
+    if isinstance(error, refused) or status in (401, 403) or "ExpiredToken" in text:
         fix = f"give keys that may list and read the folder ({KEYS})"
         return "the bucket refuses these credentials", fix, False
     if isinstance(error, exceptions.PreconditionError):
@@ -290,7 +292,7 @@ def _explain(error: Exception) -> tuple[str, str, bool]:
     if "certificate" in text.lower():
         fix = "set SSL_CERT_FILE to a file with the CA that signed it"
         return "the certificate of the endpoint is not trusted", fix, False
-    if "redirect" in text.lower() or status in (301, 307):
+    if "redirect" in text.lower() or status in (301, 307) or "HeaderMalformed" in text:
         return "the bucket is in another region", "set AWS_REGION to that of the bucket", False
     fix = "check AWS_ENDPOINT_URL, HTTPS_PROXY, DNS, and network.modelSources of the chart"
     return f"it cannot be read: {text[:300]}", fix, True

@@ -69,6 +69,11 @@ def _fetch(
             bucket.download(index, source, report, into=into, count=progress.downloaded)
         except OSError as error:
             raise _unwritable(error, source, into) from error
+        if bucket.read_index(source, PATTERNS) != index:
+            raise ModelUnavailableError(
+                f"--model: {source.uri}: the folder changed during the download; run "
+                "`vlm-worker fetch` again"
+            )
     else:
         hub.download(source, report, patterns=PATTERNS, into=into, count=progress.downloaded)
     for file in index.files:
