@@ -121,7 +121,9 @@ WRONG = {
     "a delay too long": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=media=99999"], "60000"),
     "a hub model without revision": (HF, "--model-revision"),
     "a hub model without organisation": ([*HF[:2], "--model=hf://name"], "hf://org/name"),
-    "another source": ([*HF[:2], "--model=s3://bucket/x"], "neither a directory nor hf://"),
+    "another source": ([*HF[:2], "--model=ftp://host/x"], "neither a directory nor hf://"),
+    "a bucket": ([*HF[:2], "--model=s3://bucket/x"], "the directory that `vlm-worker fetch` filled"),
+    "no bucket": (["fetch", "--model=s3:///x", "--into=m"], "hf://org/name or s3://bucket/path"),
     "a gateway without workers": (GATEWAY, "--worker=HOST:PORT"),
     "a gateway that watches pods of any compat": (
         ["gateway", *CONTRACT_GATEWAY[:-1]], "--compat: give it with --namespace"
