@@ -122,7 +122,7 @@ WRONG = {
     "a hub model without revision": (HF, "--model-revision"),
     "a hub model without organisation": ([*HF[:2], "--model=hf://name"], "hf://org/name"),
     "another source": ([*HF[:2], "--model=ftp://host/x"], "neither a directory nor hf://"),
-    "a bucket": ([*HF[:2], "--model=s3://bucket/x"], "the directory that `vlm-worker fetch` filled"),
+    "a bucket": ([*HF[:2], "--model=s3://bucket/x"], "directory that `vlm-worker fetch` filled"),
     "no bucket": (["fetch", "--model=s3:///x", "--into=m"], "hf://org/name or s3://bucket/path"),
     "a gateway without workers": (GATEWAY, "--worker=HOST:PORT"),
     "a gateway that watches pods of any compat": (
