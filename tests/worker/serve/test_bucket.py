@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from obstore.exceptions import GenericError
 from worker.serve.bucket import BUCKET, KEY, PREFIX, SECRET, Bucket
 from worker.serve.hub import LARGE, MODEL
 
 from vlm_worker.core.model_files import ModelConfigError
-from vlm_worker.serve.sources import ModelRecord, fetch_model, read_record
+from vlm_worker.serve.bucket import bucket_error
+from vlm_worker.serve.sources import RECORD, ModelRecord, fetch_model, read_record
 from vlm_worker.settings import ModelSource
 
 URI = f"s3://{BUCKET}/{PREFIX}"
@@ -198,6 +200,32 @@ async def test_a_store_without_etags_is_refused(bucket: Bucket, tmp_path: Path) 
     assert code == NEEDS_USER
     assert "no ETag" in errors
     assert bucket.sent == []
+
+
+async def test_an_empty_file_is_fetched_alone(bucket: Bucket, tmp_path: Path) -> None:
+    key = f"{PREFIX}/merges.txt"
+    bucket.objects[key] = b""
+    code, errors = await fetch(bucket, tmp_path)
+    assert code == 0, errors
+    # as after a run that ended before its last file
+    (tmp_path / "merges.txt").unlink()
+    (tmp_path / RECORD).unlink()
+    bucket.sent.clear()
+    code, errors = await fetch(bucket, tmp_path)
+    assert code == 0, errors
+    assert (tmp_path / "merges.txt").read_bytes() == b""
+    assert bucket.sent == []
+
+
+def test_without_keys_the_error_names_the_secret_and_not_the_network() -> None:
+    """Its text is that of obstore; no test asks the metadata address itself."""
+    text = (
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 5.1s, "
+        "after 5 retries - HTTP error: error sending request"
+    )
+    error = bucket_error(GenericError(text), ModelSource(URI))
+    assert type(error) is ModelConfigError, "the Job is not to repeat it"
+    assert "there are no credentials; give keys" in str(error)
 
 
 async def test_a_key_outside_of_the_folder_is_refused(bucket: Bucket, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ _FILES_AT_ONCE: Final = 8
 _ATTEMPTS: Final = 3  # of a part, while no byte arrives
 _RETRIES: Final = 5  # of a request, with growing pauses
 _STATUS: Final = re.compile(r"status code: (\d{3})\b")
+_METADATA: Final = "169.254.169.254"  # of the node, which obstore asks if nothing names keys
 _URL: Final = re.compile(r"https?://\S+")
 _RETRY_TIMEOUT: Final = datetime.timedelta(seconds=60)
 
@@ -103,7 +104,7 @@ def read_index(source: ModelSource, patterns: Sequence[str]) -> BucketIndex:
                 )
             files.append(BucketFile(path, int(item["size"]), item["e_tag"]))
     except BaseError as error:
-        raise _bucket_error(error, source) from error
+        raise bucket_error(error, source) from error
     files.sort(key=lambda file: file.path)
     return BucketIndex(_digest([dataclasses.astuple(file) for file in files]), tuple(files))
 
@@ -170,6 +171,8 @@ class _Meter:
     def add(self, num_bytes: int) -> None:
         with self._lock:
             self._done += num_bytes
+            if not self._total:
+                return  # all missing files are empty
             seconds = time.monotonic() - self._began
             text = progress_text(self._done, self._total, seconds=seconds)
             self._progress(f"downloading {self._uri}: {text}")
@@ -203,9 +206,11 @@ def _fetch_file(
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # the file cannot be written; obstore's own errors have no number
                 failures = 0 if done > began else failures + 1
-                failed = _bucket_error(error, source)
+                failed = bucket_error(error, source)
                 if failures == _ATTEMPTS or not _may_continue(failed, error):
                     raise failed from error
+            else:
+                failures = 0
         os.fsync(stream.fileno())
     partial.replace(path)
 
@@ -260,7 +265,7 @@ def _may_continue(failed: ModelConfigError, error: Exception) -> bool:
     return isinstance(failed, ModelUnavailableError) and not isinstance(error, PreconditionError)
 
 
-def _bucket_error(error: Exception, source: ModelSource) -> ModelConfigError:
+def bucket_error(error: Exception, source: ModelSource) -> ModelConfigError:
     """Return the error with its cause, and after "; " who must do what."""
     cause, fix, passes = _explain(error)
     kind = ModelUnavailableError if passes else ModelConfigError
@@ -272,6 +277,7 @@ def _explain(error: Exception) -> tuple[str, str, bool]:
     from obstore import exceptions
 
     text = " ".join(str(error).split("\n\nDebug source:")[0].split())
+    asked_metadata = f"http://{_METADATA}/" in text
     text = _URL.sub("the store", text)  # it has names of the user, which may look like a cause
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0  # the errors of a list have no types of their own
@@ -283,7 +289,7 @@ def _explain(error: Exception) -> tuple[str, str, bool]:
         return "the bucket refuses these credentials", fix, False
     if isinstance(error, exceptions.PreconditionError):
         return "an object changed during the download", "run `vlm-worker fetch` again", True
-    if "169.254.169.254" in text or "credentials" in text.lower():
+    if asked_metadata or "credentials" in text.lower():
         return (
             "there are no credentials",
             f"give keys ({KEYS}), or a ServiceAccount with a role",
