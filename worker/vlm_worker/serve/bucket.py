@@ -68,12 +68,38 @@ class BucketFile:
 class BucketIndex:
     """The objects of a folder that match the patterns. `commit` is a digest of their ETags."""
 
+    source: ModelSource
+    patterns: tuple[str, ...]
     commit: str
     files: tuple[BucketFile, ...]
 
     @property
     def num_bytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    def download(
+        self, progress: Callable[[str], None], *, into: Path, count: Callable[[float, float], None]
+    ) -> None:
+        """Download the objects that are missing or differ into `into`; continue interrupted files.
+
+        `progress` gets texts, `count` the bytes that are downloaded and those of all missing files.
+
+        Raises:
+            ModelConfigError: an object cannot be downloaded, or the folder is another one since
+                the index was read.
+            OSError: a file cannot be written.
+        """
+        etags = _read_etags(into)
+        missing = [file for file in self.files if not _is_present(file, into, etags)]
+        meter = _Meter(self.source.uri, sum(file.size for file in missing), progress, count)
+        _fetch_files(missing, self.source, into=into, etags=etags, meter=meter)
+        for partial in into.rglob("*.partial"):  # of objects that have changed since
+            partial.unlink()
+        if read_index(self.source, self.patterns) != self:
+            raise ModelUnavailableError(
+                f"--model: {self.source.uri}: the folder changed during the download; run "
+                "`vlm-worker fetch` again"
+            )
 
 
 def read_index(source: ModelSource, patterns: Sequence[str]) -> BucketIndex:
@@ -106,47 +132,8 @@ def read_index(source: ModelSource, patterns: Sequence[str]) -> BucketIndex:
     except BaseError as error:
         raise bucket_error(error, source) from error
     files.sort(key=lambda file: file.path)
-    return BucketIndex(_digest([dataclasses.astuple(file) for file in files]), tuple(files))
-
-
-def download(
-    index: BucketIndex,
-    source: ModelSource,
-    progress: Callable[[str], None],
-    *,
-    into: Path,
-    count: Callable[[float, float], None],
-) -> None:
-    """Download the objects that are missing or differ into `into`; continue interrupted files.
-
-    `progress` gets texts, `count` the bytes that are downloaded and those of all missing files.
-
-    Raises:
-        ModelConfigError: an object cannot be downloaded, or changed since the index was read.
-        OSError: a file cannot be written.
-    """
-    store, etags = _store(source), _read_etags(into)
-    missing = [file for file in index.files if not _is_present(file, into, etags)]
-    meter = _Meter(source.uri, sum(file.size for file in missing), progress, count)
-    lock = threading.Lock()
-
-    def fetch(file: BucketFile) -> None:
-        _fetch_file(store, file, source, into=into, meter=meter)
-        with lock:
-            etags[file.path] = file.etag
-            _write_etags(into, etags)
-
-    with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        pending = [pool.submit(fetch, file) for file in missing]
-        try:
-            for done in concurrent.futures.as_completed(pending):
-                done.result()
-        except BaseException:
-            meter.stopped = True
-            pool.shutdown(cancel_futures=True)
-            raise
-    for partial in into.rglob("*.partial"):  # of objects that have changed since
-        partial.unlink()
+    commit = _digest([dataclasses.astuple(file) for file in files])
+    return BucketIndex(source, tuple(patterns), commit, tuple(files))
 
 
 class _Meter:
@@ -177,6 +164,37 @@ class _Meter:
             text = progress_text(self._done, self._total, seconds=seconds)
             self._progress(f"downloading {self._uri}: {text}")
             self._count(self._done, self._total)
+
+
+def _fetch_files(
+    files: Sequence[BucketFile],
+    source: ModelSource,
+    *,
+    into: Path,
+    etags: dict[str, str],
+    meter: _Meter,
+) -> None:
+    """Fetch several files at once, and add each that is complete to `etags`, in memory and on disk.
+
+    If one fails, the others end with their next chunk.
+    """
+    store, lock = _store(source), threading.Lock()
+
+    def fetch(file: BucketFile) -> None:
+        _fetch_file(store, file, source, into=into, meter=meter)
+        with lock:
+            etags[file.path] = file.etag
+            _write_etags(into, etags)
+
+    with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        pending = [pool.submit(fetch, file) for file in files]
+        try:
+            for done in concurrent.futures.as_completed(pending):
+                done.result()
+        except BaseException:
+            meter.stopped = True
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _fetch_file(

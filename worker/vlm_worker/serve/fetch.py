@@ -47,11 +47,8 @@ def _fetch(
     source: ModelSource, into: Path, progress: FetchProgress, clock: Callable[[], float]
 ) -> int:
     began = clock()
-    index: HubIndex | BucketIndex
-    if source.folder is None:
-        index = hub.read_index(source, PATTERNS)
-    else:
-        index = bucket.read_index(source, PATTERNS)
+    read_index = hub.read_index if source.folder is None else bucket.read_index
+    index: HubIndex | BucketIndex = read_index(source, PATTERNS)
     progress.total_bytes = index.num_bytes
     if not any(file.path == "config.json" for file in index.files):
         raise ModelConfigError(
@@ -64,18 +61,10 @@ def _fetch(
     except OSError as error:
         raise _unwritable(error, source, into) from error
     report = _log_every(LOG_SECONDS, clock)
-    if isinstance(index, BucketIndex):
-        try:
-            bucket.download(index, source, report, into=into, count=progress.downloaded)
-        except OSError as error:
-            raise _unwritable(error, source, into) from error
-        if bucket.read_index(source, PATTERNS) != index:
-            raise ModelUnavailableError(
-                f"--model: {source.uri}: the folder changed during the download; run "
-                "`vlm-worker fetch` again"
-            )
-    else:
-        hub.download(source, report, patterns=PATTERNS, into=into, count=progress.downloaded)
+    try:
+        index.download(report, into=into, count=progress.downloaded)
+    except OSError as error:
+        raise _unwritable(error, source, into) from error
     for file in index.files:
         check_file(file, into / file.path)
         progress.checked(file.size)

@@ -23,7 +23,6 @@ from vlm_worker.settings import ModelSource
 
 TOKEN: Final = "HF_TOKEN; in a VLMService, model.credentialsSecretRef"  # noqa: S105  no token
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_CHUNK_BYTES: Final = 1 << 20
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -51,21 +50,27 @@ class HubFile:
         else:
             digest = hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
         with path.open("rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
+            return hashlib.file_digest(stream, lambda: digest).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HubIndex:
     """The files of a repository at a commit that match the patterns."""
 
+    source: ModelSource
+    patterns: tuple[str, ...]
     commit: str
     files: tuple[HubFile, ...]
 
     @property
     def num_bytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    def download(
+        self, progress: Callable[[str], None], *, into: Path, count: Callable[[float, float], None]
+    ) -> None:
+        """Download the files that are missing into `into`; see `download`."""
+        download(self.source, progress, patterns=self.patterns, into=into, count=count)
 
 
 def read_index(source: ModelSource, patterns: Sequence[str]) -> HubIndex:
@@ -89,6 +94,8 @@ def read_index(source: ModelSource, patterns: Sequence[str]) -> HubIndex:
         raise hub_error(error, source) from error
     wanted = [item for item in files if any(fnmatch(item.path, one) for one in patterns)]
     return HubIndex(
+        source,
+        tuple(patterns),
         commit,
         tuple(
             HubFile(item.path, item.size, item.blob_id, item.lfs.sha256 if item.lfs else None)

@@ -86,11 +86,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     args = command_line().parse_args(argv)
     fail: Callable[[str], NoReturn] = args.parser.error
     model = read(ModelSource, args)
-    serves = args.command != "fetch"
-    _check_model(model, fail, needs_revision=args.command != "serve", serves=serves)
-    if not serves:
-        if model.repository is None and not (model.folder or ("",))[0]:
-            fail(f"--model: {model.uri!r} must read hf://org/name or s3://bucket/path")
+    _check_model(model, fail, command=args.command)
+    if args.command == "fetch":
         return read(FetchSettings, args, pod_uid=environ.get("POD_UID", ""))
     common: dict[str, Any] = {
         "model": model,
@@ -146,21 +143,19 @@ def _check_workers(gateway: GatewaySettings, fail: Callable[[str], NoReturn]) ->
         fail("--compat: give it with --namespace and --service; pods of another one are not used")
 
 
-def _check_model(
-    source: ModelSource, fail: Callable[[str], NoReturn], *, needs_revision: bool, serves: bool
-) -> None:
-    repository = source.repository
+def _check_model(source: ModelSource, fail: Callable[[str], NoReturn], *, command: str) -> None:
+    fetches, repository = command == "fetch", source.repository
+    if source.folder is not None and not fetches:
+        fail(f"--model: {source.uri!r}: name the directory that `vlm-worker fetch` filled")
     if repository is None:
-        if source.folder is not None:
-            if not serves:
-                return
-            fail(f"--model: {source.uri!r}: name the directory that `vlm-worker fetch` filled")
-        if "://" in source.uri:
+        if source.folder is None and "://" in source.uri:
             fail(f"--model: {source.uri!r} is neither a directory nor hf://org/name")
+        if fetches and (source.folder is None or not source.folder[0]):
+            fail(f"--model: {source.uri!r} must read hf://org/name or s3://bucket/path")
         return
     if repository.count("/") != 1 or not all(repository.split("/")):
         fail(f"--model: {source.uri!r} must read hf://org/name")
-    if not source.revision and needs_revision:
+    if not source.revision and command != "serve":
         fail("--model-revision: give the commit of the hf:// model, so that all pods run the same")
 
 
