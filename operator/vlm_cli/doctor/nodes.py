@@ -129,13 +129,13 @@ def problem_of(
         if _accepts_pods(node)
         and all(_allocatable(node, resource) >= count for resource, count in devices.items())
     ]
-    refusing = [_untolerated(node, tolerations, devices) for node in able]
-    if all(refusing):
-        taints = ", ".join(sorted({taint for found in refusing for taint in found}))
-        if not able:
-            return "no node that is Ready has the devices of a pod", "kubectl get nodes"
+    if not able:
+        return "no node that is Ready has the devices of a pod", "kubectl get nodes"
+    taints = [_untolerated(node, tolerations, devices) for node in able]
+    if all(taints):
+        named = ", ".join(sorted(set().union(*taints)))
         return (
-            f"each of its {len(able)} nodes has a taint that the pods do not tolerate: {taints}",
+            f"each of its {len(able)} nodes has a taint that the pods do not tolerate: {named}",
             "add a toleration to the placement, or remove the taint",
         )
     return "", ""

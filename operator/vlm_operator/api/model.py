@@ -25,7 +25,8 @@ ModelUri = Annotated[str, Field(min_length=1, max_length=512)]
 ServedName = Annotated[
     str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._/:]*$")
 ]
-URI_FORMS = "pvc://CLAIM[/PATH], hf://ORG/NAME, s3://BUCKET[/PATH] or oci://IMAGE[#DIRECTORY]"
+_URI_FORMS = "pvc://CLAIM[/PATH], hf://ORG/NAME, s3://BUCKET[/PATH] or oci://IMAGE[#DIRECTORY]"
+_DOWNLOADED = "self.uri.startsWith('hf://') || self.uri.startsWith('s3://')"
 BlockSize = Literal[4, 8, 16, 32, 64, 128, 256]
 
 
@@ -204,8 +205,8 @@ class ModelSource(Model):
             "self.uri.split('/')[2].size() < 254) || "
             "self.uri.matches('^hf://[-A-Za-z0-9._]+/[-A-Za-z0-9._]+$') || "
             "self.uri.matches('^s3://[a-z0-9][-.a-z0-9]{1,61}[a-z0-9](/[-A-Za-z0-9._]+)*/?$')",
-            message=f"must be {URI_FORMS}",
-            says=f"'must be {URI_FORMS}, not ' + self.uri",
+            message=f"must be {_URI_FORMS}",
+            says=f"'must be {_URI_FORMS}, not ' + self.uri",
             at=".uri",
         ),
         Rule(
@@ -224,15 +225,13 @@ class ModelSource(Model):
         ),
         Rule(
             name="credentials-remote",
-            holds="!has(self.credentialsSecretRef) || self.uri.startsWith('hf://') || "
-            "self.uri.startsWith('s3://')",
+            holds=f"!has(self.credentialsSecretRef) || {_DOWNLOADED}",
             message="is only read for hf:// and s3:// models: remove it",
             at=".credentialsSecretRef",
         ),
         Rule(
             name="cache-remote",
-            holds="!has(self.cache) || self.uri.startsWith('hf://') || "
-            "self.uri.startsWith('s3://')",
+            holds=f"!has(self.cache) || {_DOWNLOADED}",
             message="is only for hf:// and s3:// models: remove it, pods mount pvc:// and oci:// "
             "as they are",
             at=".cache",

@@ -80,7 +80,6 @@ class Reporter:
         self._kept: tuple[int, Mapping[str, NodeClassState], str | None] | None = None
         self._posted: dict[Event, float] = {}
         self._counted: dict[Role, tuple[int, str, str | None]] = {}
-        self._certified: set[Role] = set()
         self._foreign: frozenset[tuple[str, str]] = frozenset()
         self._foreign_at = float("-inf")
 
@@ -230,13 +229,9 @@ class Reporter:
             changed = changed or before != now
             if before is not None and before[0] != decision.to:
                 SCALE_DECISIONS.labels(*pool, decision.reason).inc()
-        certified = {certificate.role for certificate in view.identity.certificates}
-        for role in self._certified - certified:
-            IDENTITY_EXPIRY.remove(*service, role.value)
-        self._certified = certified
-        for certificate in view.identity.certificates:
-            role = certificate.role
-            IDENTITY_EXPIRY.labels(*service, role.value).set(certificate.not_after)
+        expiry = {item.role: item.not_after for item in view.identity.certificates}
+        for role in Role:
+            set_or_remove(IDENTITY_EXPIRY, expiry.get(role), *service, role.value)
         set_or_remove(WAKING, _waking(view), *service)
         targets = view.policy.ttft_seconds
         for modality in ("text", "image", "video"):
