@@ -59,6 +59,22 @@ def example(folder: str) -> Object:
     return manifest
 
 
+def cached(
+    folder: str, *, env: dict[str, str], claim: Object | None = None, **model: Any
+) -> Object:
+    """The example with `model.cache`: these fields of the model, and variables of its Job."""
+    variables = [{"name": name, "value": value} for name, value in env.items()]
+    manifest = example(folder)
+    manifest["spec"]["model"] |= {
+        **model,
+        "cache": {
+            "claim": {"size": "1Gi", **(claim or {})},
+            "podTemplate": {"spec": {"containers": [{"name": "fetch", "env": variables}]}},
+        },
+    }
+    return manifest
+
+
 def hold(pools: Object, *, milliseconds: int) -> None:
     """Have encoder and prefill keep each request for a while, so that what happens meets it."""
     for role, stage in (("encoder", "encode"), ("prefill", "prefill")):

@@ -1,18 +1,16 @@
 """`model.cache` on real nodes: a Job fills a claim, which pods of all nodes mount read-only."""
 
-import copy
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from nodes.network import Network
-from served import ANSWER, Served, condition, example, in_url
+from served import ANSWER, Served, cached, condition
+from worker.serve.downloads import serving
 from worker.serve.hub import COMMIT, LARGE, Hub
 
-from vlm_local.client import Object
 from vlm_local.controlplane import ControlPlane
 from vlm_local.waiting import until
 
@@ -26,12 +24,8 @@ SECONDS = 120.0
 async def hub(network: Network) -> AsyncIterator[Hub]:
     """A hub at the address of the bridge, which pods reach."""
     found = Hub(stalls=True)
-    runner = web.AppRunner(found.app, access_log=None, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, network.primary.plane, 0).start()
-    found.url = f"http://{in_url(network.primary.plane)}:{runner.addresses[0][1]}"
-    yield found
-    await runner.cleanup()
+    async with serving(found.app, network.primary.plane) as found.url:
+        yield found
 
 
 @pytest.fixture
@@ -66,24 +60,12 @@ async def served(operator: ControlPlane, volume: Path) -> AsyncIterator[Served]:
     operator.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s")
 
 
-def _manifest(hub: Hub) -> Object:
-    fetch = {"name": "fetch", "env": [{"name": "HF_ENDPOINT", "value": hub.url}]}
-    found: Object = copy.deepcopy(example("quickstart"))
-    found["spec"]["model"] |= {
-        "uri": "hf://org/shapes",
-        "revision": COMMIT,
-        "cache": {
-            "claim": {"size": "1Gi", "storageClassName": STORAGE_CLASS},
-            "podTemplate": {"spec": {"containers": [fetch]}},
-        },
-    }
-    return found
-
-
 async def test_a_job_downloads_once_and_pods_of_three_nodes_serve_from_its_claim(
     served: Served, hub: Hub, volume: Path
 ):
-    await served.apply(_manifest(hub))
+    env, claim = {"HF_ENDPOINT": hub.url}, {"storageClassName": STORAGE_CLASS}
+    manifest = cached("quickstart", uri="hf://org/shapes", revision=COMMIT, env=env, claim=claim)
+    await served.apply(manifest)
 
     async def tells_progress() -> bool:
         ready = condition(await served.service(), "ModelReady")

@@ -1,4 +1,4 @@
-"""The gate: at most so many inside, the least rank first, and no place is lost."""
+"""The gate admits a limited number of turns, the least rank first, and loses no place."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -11,9 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from obstore.exceptions import GenericError
+from worker.serve import downloads
 from worker.serve.bucket import BUCKET, KEY, PREFIX, SECRET, Bucket
+from worker.serve.downloads import ended, serving
 from worker.serve.hub import LARGE, MODEL
 
 from vlm_worker.core.model_files import ModelConfigError
@@ -29,40 +29,28 @@ NEEDS_USER = 3
 @pytest.fixture
 async def bucket() -> AsyncIterator[Bucket]:
     found = Bucket()
-    runner = web.AppRunner(found.app, access_log=None, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield found
-    found.resume.set()
-    await runner.cleanup()
+    async with serving(found.app) as found.url:
+        yield found
+        found.resume.set()
 
 
 async def start(
-    bucket: Bucket, into: Path, *, uri: str = URI, secret: str = SECRET, endpoint: str = ""
+    bucket: Bucket, into: Path, *, uri: str = URI, secret: str = SECRET
 ) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "vlm_worker", "fetch", f"--model={uri}", f"--into={into}",
-        env={
-            **os.environ,  # noqa: TID251
-            "AWS_ENDPOINT_URL": endpoint or bucket.url,
-            "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": secret,
-        },
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    env = {
+        "AWS_ENDPOINT_URL": bucket.url,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": secret,
+    }
+    return await downloads.start(f"--model={uri}", f"--into={into}", env=env)
 
 
 async def fetch(
-    bucket: Bucket, into: Path, *, uri: str = URI, secret: str = SECRET, endpoint: str = ""
+    bucket: Bucket, into: Path, *, uri: str = URI, secret: str = SECRET
 ) -> tuple[int, str]:
     """Run the command; return its exit code and standard error."""
-    process = await start(bucket, into, uri=uri, secret=secret, endpoint=endpoint)
-    _, errors = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, errors.decode()
+    return await ended(await start(bucket, into, uri=uri, secret=secret))
 
 
 def wait_for_bytes(into: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
+from worker.serve import downloads
+from worker.serve.downloads import ended
 from worker.serve.hub import COMMIT, LARGE, MODEL, Hub
 
 from vlm_worker.core.model_files import ModelConfigError, ModelUnavailableError
@@ -28,27 +28,17 @@ async def fetch(
     hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT, more: tuple[str, ...] = ()
 ) -> tuple[int, str]:
     """Run the command; return its exit code and standard error."""
-    process = await start(hub, into, token=token, revision=revision, more=more)
-    _, errors = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, errors.decode()
+    return await ended(await start(hub, into, token=token, revision=revision, more=more))
 
 
 async def start(
     hub: Hub, into: Path, *, token: str = "", revision: str = COMMIT, more: tuple[str, ...] = ()
 ) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "vlm_worker", "fetch", f"--model={URI}",
-        f"--model-revision={revision}", f"--into={into}", *more,
-        env={
-            **os.environ,  # noqa: TID251
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_ETAG_TIMEOUT": "3",
-            **({"HF_TOKEN": token} if token else {}),
-        },
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    env = {"HF_ENDPOINT": hub.url, "HF_HUB_ETAG_TIMEOUT": "3"}
+    if token:
+        env["HF_TOKEN"] = token
+    flags = (f"--model={URI}", f"--model-revision={revision}", f"--into={into}", *more)
+    return await downloads.start(*flags, env=env)
 
 
 async def test_a_model_is_complete_once_fetched_and_is_not_fetched_again(
