@@ -18,6 +18,7 @@ from vlm_operator.pods.parts import (
     container_security,
     credentials,
     object_labels,
+    revision_argument,
 )
 from vlm_operator.state.downloads import DownloadState
 
@@ -77,7 +78,7 @@ def fetch_template(service: VLMService, download: DownloadState, images: Images)
         "args": [
             "fetch",
             f"--model={model.uri}",
-            *((f"--model-revision={model.revision}",) if model.revision else ()),
+            *revision_argument(model),
             f"--into={MODEL_PATH}/{CHECKPOINT}",
             f"--bind={images.bind}",
             f"--http-port={names.PORT_HTTP}",

@@ -12,6 +12,7 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import VLMService
+from vlm_operator.api.model import ModelSource
 from vlm_operator.api.placement import Placement
 from vlm_operator.api.pod_template import IDENTITY_PATH
 from vlm_operator.names import Role
@@ -109,7 +110,7 @@ def model_mount(service: VLMService) -> ModelMount:
     """Convert `spec.model.uri` to arguments, a mount and a volume."""
     model = service.spec.model
     scheme, _, rest = model.uri.partition("://")
-    revision = (f"--model-revision={model.revision}",) if model.revision else ()
+    revision = revision_argument(model)
     cached = claim_name(service)
     if scheme in ("pvc", "oci") or cached:
         source: Part
@@ -132,6 +133,11 @@ def model_mount(service: VLMService) -> ModelMount:
         volume={"name": "triptych-model-cache", "emptyDir": {}},
         env=credentials(service),
     )
+
+
+def revision_argument(model: ModelSource) -> tuple[str, ...]:
+    """Return the argument with the model's revision; empty without one."""
+    return (f"--model-revision={model.revision}",) if model.revision else ()
 
 
 def credentials(service: VLMService) -> tuple[Part, ...]:
