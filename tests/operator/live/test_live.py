@@ -48,12 +48,16 @@ def test_an_update_makes_another_revision_beside_the_old_one(live: Live):
     changed["spec"]["model"]["dtype"] = "Float32"
     live.apply(changed)
     live.until(lambda: len(live.items("deployments", "update")) == 5, seconds=2)
-    live.until(
-        lambda: live.condition("update", "RolloutProgressing").get("status") == "True", seconds=2
-    )
-    message = live.condition("update", "RolloutProgressing")["message"]
+
+    def progress() -> str:
+        found = live.condition("update", "RolloutProgressing")
+        return str(found["message"]) if found.get("status") == "True" else ""
+
+    # the new Deployments are known before their pods are
+    live.until(lambda: progress() and "pods are being created" not in progress(), seconds=2)
     # the scheduler may not have reported yet that there is no node
-    assert "not ready yet" in message or "no nodes available" in message
+    message = progress()
+    assert "not ready yet" in message or "no nodes available" in message, message
 
 
 def test_kubectl_scale_reaches_the_deployment_of_an_external_pool(live: Live):
