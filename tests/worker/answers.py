@@ -11,8 +11,10 @@ from vlm_worker.core.step_values import LogitEdits
 from vlm_worker.testing import (
     IMAGE_TOKEN,
     UNWRITTEN,
+    PlacedRows,
     edits_bytes,
     embed,
+    kept_cells,
     next_token,
     plain_positions,
     slot_values,
@@ -27,6 +29,21 @@ def make_image(number: int, *, num_tokens: int) -> PreparedImage:
     return PreparedImage(key, (1, 2, 2 * num_tokens), num_tokens, memoryview(patches))
 
 
+def kept_rows(image: PreparedImage) -> np.ndarray:
+    """The embedding that a prompt gets: int64 [kept tokens]."""
+    if image.reduction is None:
+        return embed(image)
+    kept = kept_cells(image.cells, image.reduction)
+    return PlacedRows(embed(image)[kept], np.stack(np.divmod(kept, image.cells[1]), axis=1))
+
+
+def image_item(image: PreparedImage, offset: int) -> ImageItem:
+    """The place of an image in a prompt."""
+    return ImageItem(
+        image.kept_key, offset, image.kept_tokens, image.grid_thw, reduction=image.reduction
+    )
+
+
 def folded_positions(
     token_ids: Sequence[int], items: Sequence[ImageItem]
 ) -> tuple[np.ndarray, int]:
@@ -35,7 +52,8 @@ def folded_positions(
     column = np.zeros(len(token_ids), np.int64)
     for item in items:
         steps[item.offset : item.end - 1] = 0
-        column[item.offset : item.end] = np.arange(item.num_tokens)
+        if item.reduction is None:
+            column[item.offset : item.end] = np.arange(item.num_tokens)
     line = np.cumsum(steps) - steps
     last = int(line[-1]) + 1 if len(line) else 0
     return np.stack([line, line, line + column]), last - len(token_ids)
@@ -56,7 +74,10 @@ def answer_alone(
     contents = np.array(request.token_ids, np.int64)
     contents[contents == IMAGE_TOKEN] = UNWRITTEN
     for item, image in zip(request.items, images, strict=True):
-        contents[item.offset : item.end] = embed(image)
+        rows = kept_rows(image)
+        contents[item.offset : item.end] = rows
+        if isinstance(rows, PlacedRows):
+            known[1:3, item.offset : item.end] += rows.places.T
     values = list(slot_values(contents, known))
     answer = list(request.token_ids[request.num_prompt_tokens :])
     sampling = request.sampling

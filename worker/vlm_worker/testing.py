@@ -18,7 +18,15 @@ import numpy as np
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
-from vlm_worker.types import EmbedLayout, ImageItem, KVLayout, PreparedImage, TokenLogprobs
+from vlm_worker.reduction import Cells, Reduction
+from vlm_worker.types import (
+    PLACE_BYTES,
+    EmbedLayout,
+    ImageItem,
+    KVLayout,
+    PreparedImage,
+    TokenLogprobs,
+)
 from vlm_worker.wire.buffers import HostRegions, Regions
 
 VOCABULARY = 997
@@ -42,6 +50,8 @@ class Faults:
         lost_images: keys of images for which the encoder returns nothing.
         encode_error: error of every encoder call, as from a lost or full device.
         export_error: error of every copy of an embedding from the device.
+        unranked: next reductions whose embedding cannot tell which tokens to keep.
+        reduce_error: error of every reduction of an embedding.
     """
 
     step_seconds: float = 0.0
@@ -54,6 +64,8 @@ class Faults:
     lost_images: set[bytes] = dataclasses.field(default_factory=set)
     encode_error: Exception | None = None
     export_error: Exception | None = None
+    unranked: int = 0
+    reduce_error: Exception | None = None
 
 
 class ChecksumRunner:
@@ -156,12 +168,29 @@ class ChecksumRunner:
     def encode_async(self, call: object) -> None:
         """None: the engine makes encoder calls itself, between steps."""
 
+    def reduce_embedding(
+        self, embedding: np.ndarray, cells: Cells, reduction: Reduction
+    ) -> PlacedRows | None:
+        """Rows at equal distances (`kept_cells`)."""
+        if self.faults.reduce_error is not None:
+            raise self.faults.reduce_error
+        if self.faults.unranked > 0:
+            self.faults.unranked -= 1
+            return None
+        kept = kept_cells(cells, reduction)
+        places = np.stack(np.divmod(kept, cells[1]), axis=1).astype(np.int16)
+        return PlacedRows(embedding[kept], places)
+
     def export_embedding(self, embedding: np.ndarray) -> memoryview:
         if self.faults.export_error is not None:
             raise self.faults.export_error
+        if isinstance(embedding, PlacedRows):
+            return memoryview(embedding.to_bytes())
         return memoryview(embedding.tobytes())
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> np.ndarray:
+        if rows.nbytes == num_tokens * (self.embed_layout.row_bytes + PLACE_BYTES):
+            return PlacedRows.from_bytes(bytes(rows))
         num_bytes = num_tokens * self.embed_layout.row_bytes
         if rows.nbytes != num_bytes:
             raise CorruptTransferError(f"an embedding of {num_bytes} bytes has {rows.nbytes}")
@@ -186,7 +215,8 @@ class ChecksumRunner:
         self._kv[list(block_ids)] = blocks
 
     def embedding_bytes(self, embedding: np.ndarray) -> int:
-        return embedding.nbytes
+        has_places = isinstance(embedding, PlacedRows)
+        return embedding.nbytes + (PLACE_BYTES * len(embedding) if has_places else 0)
 
     def prefault(self) -> bool:
         if self.num_idle_steps == 0:
@@ -267,6 +297,37 @@ def embed(image: PreparedImage) -> np.ndarray:
     """Encode an image: int64 [num_tokens]."""
     digest = zlib.crc32(image.patches)
     return digest * 31 + np.arange(image.num_tokens, dtype=np.int64)
+
+
+_PLACED = np.dtype([("value", "<i8"), ("place", "<i2", 2)])
+
+
+class PlacedRows(np.ndarray):
+    """The embedding of a reduced image: int64 [N], with `places` int16 [N, 2]."""
+
+    places: np.ndarray
+
+    def __new__(cls, values: np.ndarray, places: np.ndarray) -> PlacedRows:
+        rows = np.ascontiguousarray(values, np.int64).view(cls)
+        rows.places = places
+        return rows
+
+    def to_bytes(self) -> bytes:
+        packed = np.empty(len(self), _PLACED)
+        packed["value"], packed["place"] = self, self.places
+        return packed.tobytes()
+
+    @classmethod
+    def from_bytes(cls, rows: bytes) -> PlacedRows:
+        packed = np.frombuffer(rows, _PLACED)
+        return cls(packed["value"], packed["place"].copy())
+
+
+def kept_cells(cells: Cells, reduction: Reduction) -> np.ndarray:
+    """The cells that `ChecksumRunner` keeps: int64 [N], increasing, another choice per method."""
+    total, num_kept = cells[0] * cells[1], reduction.num_tokens(cells)
+    shift = len(reduction.method) % max(1, total // num_kept)
+    return np.arange(num_kept) * total // num_kept + shift
 
 
 def plain_positions(token_ids: Sequence[int], items: Sequence[ImageItem]) -> tuple[np.ndarray, int]:

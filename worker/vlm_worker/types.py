@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 from vlm_worker import annotations as an
 from vlm_worker.annotations import Between, Parameter
+from vlm_worker.reduction import Cells, Reduction, cells_of
 
 
 class Role(enum.StrEnum):
@@ -155,13 +156,15 @@ class ImageItem:
 
     `offset` is the index of its first placeholder token, `num_tokens` their number, and `grid_thw`
     the patch grid (time, height, width) before merging. `image_key` is the 32-byte content key:
-    SHA-256 over model revision, processor parameters, size, pixels and tenant salt.
+    SHA-256 over model revision, processor parameters, size, pixels and tenant salt. With a
+    `reduction`, `num_tokens` and `image_key` are those of the reduced embedding.
     """
 
     image_key: Annotated[bytes, an.num_bytes(32)]
     offset: int
     num_tokens: int
     grid_thw: Annotated[tuple[int, int, int], an.grid()]
+    reduction: Reduction | None = None
 
     @property
     def end(self) -> int:
@@ -246,12 +249,18 @@ class EmbedLayout:
         """Bytes of one visual token's row."""
         return self.hidden_size * (1 + self.num_levels) * ITEMSIZE[self.dtype]
 
+    def row_bytes_of(self, reduction: Reduction | None) -> int:
+        """Bytes of one row in a transfer: that of a reduced image is followed by its place."""
+        return self.row_bytes + (PLACE_BYTES if reduction is not None else 0)
+
     @property
     def fingerprint(self) -> bytes:
         """16 bytes; equal on an encoder and its consumer."""
         return _fingerprint("embed/1", self)
 
 
+PLACE_BYTES = 4
+"""Row and column of a kept visual token, in cells: two int16, little-endian."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE_BYTES = {"int8": 4}  # after the elements of a row of KV
 
@@ -361,10 +370,29 @@ class PreparedImage:
     """One decoded and preprocessed image, as input of the encoder.
 
     `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, in the order of the model's processor;
-    an opaque buffer here.
+    an opaque buffer here. `image_key` and `num_tokens` are those of the whole image. A prompt gets
+    its `kept_tokens`, as `reduction` says, under `kept_key`.
     """
 
     image_key: bytes
     grid_thw: tuple[int, int, int]
     num_tokens: int
     patches: memoryview
+    reduction: Reduction | None = None
+
+    @property
+    def kept_key(self) -> bytes:
+        """The content key of the embedding that a prompt gets."""
+        return self.reduction.key(self.image_key) if self.reduction else self.image_key
+
+    @property
+    def kept_tokens(self) -> int:
+        """Visual tokens that a prompt gets. Raises ValueError as `Reduction.num_tokens` does."""
+        if self.reduction is None:
+            return self.num_tokens
+        return self.reduction.num_tokens(self.cells)
+
+    @property
+    def cells(self) -> Cells:
+        """Rows and columns of the whole image's visual tokens."""
+        return cells_of(self.grid_thw, self.num_tokens)

@@ -63,11 +63,12 @@ async def test_a_known_image_needs_no_patches(start: Any) -> None:
     runner = ChecksumRunner()
     engine: Engine = start(runner)
     image = prepared_image(1)
-    assert not await engine.pin_cached(key("b"), image.image_key, image.num_tokens)
+    assert not await engine.pin_cached(key("b"), image)
     await events(engine.encode(key("a"), [image]))
     engine.release_embedding(key("a"), 0)
-    assert not await engine.pin_cached(key("b"), image.image_key, image.num_tokens + 1)
-    assert await engine.pin_cached(key("b"), image.image_key, image.num_tokens)
+    longer = dataclasses.replace(image, num_tokens=image.num_tokens + 1)
+    assert not await engine.pin_cached(key("b"), longer)
+    assert await engine.pin_cached(key("b"), image)
     bare = dataclasses.replace(image, patches=memoryview(b""))
     (event,) = await events(engine.encode(key("b"), [bare]))
     assert isinstance(event, ItemReady)
@@ -84,20 +85,20 @@ async def test_a_cached_image_stays_until_it_is_unpinned(start: Any, end: str) -
     )
     await events(engine.encode(key("a"), [prepared_image(1)]))
     await engine.cancel(key("a"))
-    known = (prepared_image(1).image_key, prepared_image(1).num_tokens)
-    assert await engine.pin_cached(key("b"), *known)
+    known = prepared_image(1)
+    assert await engine.pin_cached(key("b"), known)
     for name in ("c", "d"):  # the cache has memory for one at a time
         await events(engine.encode(key(name), [prepared_image(2)]))
         await engine.cancel(key(name))
     assert engine.stats().num_pinned_embeddings == 1
-    assert await engine.pin_cached(key("b"), *known)
+    assert await engine.pin_cached(key("b"), known)
     if end == "cancel":
         await engine.cancel(key("b"))
     else:
         engine.unpin_cached(key("b"))
     await events(engine.encode(key("e"), [prepared_image(3)]))
     await engine.cancel(key("e"))
-    assert not await engine.pin_cached(key("b"), *known)
+    assert not await engine.pin_cached(key("b"), known)
     assert engine.stats().num_pinned_embeddings == 0
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker.answers import answer_alone, folded_positions, make_image
+from worker.answers import answer_alone, folded_positions, image_item, make_image
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EventStream, ItemFailed, ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import GoneError, OverloadedError
+from vlm_worker.reduction import Method, Reduction
 from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner, token_logprobs
 from vlm_worker.types import (
     BlocksReady,
@@ -37,6 +38,13 @@ from vlm_worker.types import (
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 EOS = 11
+REDUCTIONS = (
+    None,
+    None,
+    Reduction(Method.DIVERSE, 250),
+    Reduction(Method.ZIP, 600),
+    Reduction(Method.POOL, 500),
+)
 MODES = ("whole", "adopted", "adopted early", "handed over")
 
 
@@ -57,10 +65,10 @@ def works(draw: st.DrawFn) -> list[Work]:
         items, images = [], []
         for _ in range(draw(st.integers(0, 2))):
             image = make_image(draw(st.integers(0, 2)), num_tokens=draw(st.integers(1, 7)))
-            place = ImageItem(image.image_key, len(token_ids), image.num_tokens, image.grid_thw)
-            items.append(place)
+            image = dataclasses.replace(image, reduction=draw(st.sampled_from(REDUCTIONS)))
+            items.append(image_item(image, len(token_ids)))
             images.append(image)
-            token_ids += [IMAGE_TOKEN] * image.num_tokens + draw(st.sampled_from([[], [3, 3]]))
+            token_ids += [IMAGE_TOKEN] * image.kept_tokens + draw(st.sampled_from([[], [3, 3]]))
         sampling = SamplingParams(
             max_tokens=draw(st.integers(1, 24)),
             temperature=draw(st.sampled_from([0.0, 1.0])),

@@ -70,6 +70,12 @@ class Entry:
     pins: set[Hashable] = dataclasses.field(default_factory=set)
     waiters: list[Callable[[Exception | None], None]] = dataclasses.field(default_factory=list)
 
+    def notify(self, error: Exception | None) -> None:
+        """Call the waiters, each once: the entry is ready, or failed with this error."""
+        waiters, self.waiters = self.waiters, []
+        for on_filled in waiters:
+            on_filled(error)
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class CacheTier:
@@ -156,16 +162,18 @@ class EncoderCache:
         self._pin(entry, owner)
         return entry
 
-    def begin(self, image_key: bytes, owner: Hashable, *, num_tokens: int) -> Entry:
+    def begin(
+        self, image_key: bytes, owner: Hashable, *, num_tokens: int, counted: bool = True
+    ) -> Entry:
         """Add an entry to be filled, pinned for `owner`; it replaces an entry of the same key.
 
-        The owner must `complete` or `fail` it. Counts as a miss.
+        The owner must `complete` or `fail` it. With `counted`, this is a miss.
         """
         if image_key in self._listed:
             self._discard(self._listed[image_key])
         entry = self._listed[image_key] = Entry(image_key, num_tokens)
         self._pin(entry, owner)
-        self.num_misses += 1
+        self.num_misses += counted
         return entry
 
     def unpin(self, entry: Entry, owner: Hashable, *, now: float) -> None:

@@ -385,7 +385,9 @@ class BatchBuilder:
             assert sequence is not None
             start, at = int(context[s]), int(query_start[s])
             self._fill_chunk(sequence, start, int(plan.counts[s]), at, positions)
-            image_rows += _image_rows_of(sequence, start, int(plan.counts[s]), at)
+            rows = _image_rows_of(sequence, start, int(plan.counts[s]), at)
+            _add_places(positions, rows)
+            image_rows += rows
             if self._whole_images:
                 spans[s] = tuple((item.offset, item.end) for item in sequence.items)
         width = int(batch.num_blocks.take(plan.rows).max())
@@ -482,5 +484,16 @@ def _image_rows_of(sequence: Sequence, start: int, count: int, at: int) -> list[
         if first < last:
             embedding = sequence.embeddings[number]
             assert embedding is not None, "a chunk was planned over an image without an embedding"
-            rows.append(ImageRows(embedding, first - item.offset, at + first - start, last - first))
+            places = None if item.reduction is None else embedding.places
+            rows.append(
+                ImageRows(embedding, first - item.offset, at + first - start, last - first, places)
+            )
     return rows
+
+
+def _add_places(positions: np.ndarray, image_rows: list[ImageRows]) -> None:
+    """Move the tokens of reduced images to the row and column of their cells."""
+    for rows in image_rows:
+        if rows.places is not None:
+            places = rows.places[rows.src_start : rows.src_start + rows.num_rows]
+            positions[1:3, rows.dst_start : rows.dst_start + rows.num_rows] += places.T

@@ -25,13 +25,15 @@ from vlm_worker.types import PARAMETERS, FinishReason, SamplingParams, TokenLogp
 class ImageRows:
     """Rows of one encoder output that replace token embeddings in this step.
 
-    `num_rows` rows from `src_start` on go to the packed positions from `dst_start` on.
+    `num_rows` rows from `src_start` on go to the packed positions from `dst_start` on. `places` is
+    int16 `[rows of the embedding, 2]` if the image is reduced: row and column of each one's cell.
     """
 
     embedding: Any
     src_start: int
     dst_start: int
     num_rows: int
+    places: np.ndarray | None = None
 
 
 _NO_PENALTIES = {field.name: field.default for field, one in PARAMETERS if one.is_penalty}

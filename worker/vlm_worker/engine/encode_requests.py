@@ -20,8 +20,10 @@ from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, EngineContext, ResourceKind, Totals
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
+from vlm_worker.engine.reduced_images import ReducedImages
 from vlm_worker.engine.runner import EmbeddingCopies
 from vlm_worker.errors import (
+    CorruptTransferError,
     DrainingError,
     DuplicateError,
     EngineError,
@@ -92,6 +94,7 @@ class EncodeRequests:
             ttl_seconds=settings.embedding_ttl_seconds,
         )
         self.queue = EncoderQueue(context, self.cache)
+        self._reduced = ReducedImages(context, self.cache, self.queue, self.copies)
         self._draining = False
         self._context = context
         self._runner, self._settings = runner, settings
@@ -99,11 +102,14 @@ class EncodeRequests:
         self._attempts = context.attempts
 
     # ---- commands --------------------------------------------------------------------------------
-    def pin_cached(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
+    def pin_cached(self, key: RequestKey, image: PreparedImage) -> bool:
         now = self._clock()
+        image_key, num_tokens = image.kept_key, image.kept_tokens
         entry = self.cache.find(image_key, num_tokens=num_tokens, now=now)
         if entry is not None and entry.ready:  # `encode` will count the lookup
             entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
+        elif entry is None and image.reduction is not None:
+            entry = self._reduced.from_cache(image, key)
         if entry is None or not entry.ready:
             return False
         if all(pin.entry is not entry for pin in self._cached_pins(key)):
@@ -184,6 +190,15 @@ class EncodeRequests:
             counted=not self._is_encoded(key),  # else its `encode` was counted
         )
 
+    def check_size(self, image: ImageItem, rows: memoryview) -> None:
+        """Raise CorruptTransferError if the rows are not those of an image, places included."""
+        row_bytes = self._runner.embed_layout.row_bytes_of(image.reduction)
+        if rows.nbytes != image.num_tokens * row_bytes:
+            raise CorruptTransferError(
+                f"the embedding of {image.num_tokens} tokens has {rows.nbytes} bytes, "
+                f"not {image.num_tokens * row_bytes}"
+            )
+
     def insert(self, image: ImageItem, embedding: Any, owner: Hashable) -> Entry:
         """Cache an embedding that a peer sent, pinned for `owner`."""
         entry = self.cache.begin(image.image_key, owner, num_tokens=image.num_tokens)
@@ -194,7 +209,7 @@ class EncodeRequests:
     def unpin(self, entry: Entry, owner: Hashable) -> None:
         """Unpin an entry; if it is not encoded yet and has no other pin, dequeue it."""
         self.cache.unpin(entry, owner, now=self._clock())
-        if not entry.ready and not entry.pins:
+        if not entry.ready and not entry.pins and not self._reduced.abandon(entry):
             self.queue.abandon(entry)
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -222,7 +237,7 @@ class EncodeRequests:
         if self._is_encoded(key):
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
         row_bytes = self._runner.embed_layout.row_bytes
-        needed = sum(image.num_tokens for image in images) * row_bytes
+        needed = sum(image.kept_tokens for image in images) * row_bytes
         if needed > self._settings.embedding_cache_bytes:
             raise InvalidRequestError(
                 f"the embeddings of this request take {needed} bytes, and this worker has "
@@ -247,16 +262,31 @@ class EncodeRequests:
     def _begin(self, call: EncodeCall, item: int, image: PreparedImage) -> None:
         attempt, now = call.attempt, self._clock()
         owner = (attempt.key, item)
-        image_key, num_tokens = image.image_key, image.num_tokens
-        cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
-        entry = cached or self.cache.begin(image_key, owner, num_tokens=num_tokens)
+        try:
+            entry = self._entry(image, owner, attempt.key, priority=call.priority)
+        except EngineError as error:
+            self._failed(call, item, error)
+            return
         self._pin(attempt, entry, owner, item=item)
         if entry.ready:
             self._ready(call, item, entry, (now, now, now), cache_hit=True)
             return
-        if cached is None:
-            self.queue.push(entry, image, attempt.key, priority=call.priority)
         entry.waiters.append(lambda error: self._item_filled(call, item, entry, now, error))
+
+    def _entry(
+        self, image: PreparedImage, owner: Hashable, key: RequestKey, *, priority: int
+    ) -> Entry:
+        """The entry of an image, cached, in flight or queued now; pinned for `owner`."""
+        image_key, num_tokens, now = image.kept_key, image.kept_tokens, self._clock()
+        cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
+        if cached is not None:
+            return cached
+        if image.reduction is not None:
+            reduced = self._reduced.from_cache(image, owner)
+            return reduced or self._reduced.encode(image, owner, key, priority=priority)
+        entry = self.cache.begin(image_key, owner, num_tokens=num_tokens)
+        self.queue.push(entry, image, key, priority=priority)
+        return entry
 
     def _item_filled(
         self, call: EncodeCall, item: int, entry: Entry, queued_at: float, error: Exception | None

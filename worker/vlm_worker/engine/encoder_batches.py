@@ -196,14 +196,9 @@ class EncoderQueue:
         self.num_images += 1
         self.num_visual_tokens += task.image.num_tokens
         self.num_patches += task.num_patches
-        self._notify(task.entry, None)
+        task.entry.notify(None)
         self.on_ready(task.image.image_key)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         self._cache.fail(entry)
-        self._notify(entry, error)
-
-    def _notify(self, entry: Entry, error: Exception | None) -> None:
-        waiters, entry.waiters = entry.waiters, []
-        for on_filled in waiters:
-            on_filled(error)
+        entry.notify(error)

@@ -177,14 +177,12 @@ class Engine:
         self._post(Command(work, refuse))
         return stream
 
-    async def pin_cached(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
+    async def pin_cached(self, key: RequestKey, image: PreparedImage) -> bool:
         """Pin a cached embedding for a later `encode` of the same key; False if it is not cached.
 
         `encode` needs no patches of such an image. `encode`, `unpin_cached` or `cancel` end it.
         """
-        return await self._call(
-            lambda state: state.encode_requests.pin_cached(key, image_key, num_tokens)
-        )
+        return await self._call(lambda state: state.encode_requests.pin_cached(key, image))
 
     def unpin_cached(self, key: RequestKey) -> None:
         """Unpin what `pin_cached` pinned for this key; idempotent."""

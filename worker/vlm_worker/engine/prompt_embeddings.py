@@ -78,6 +78,7 @@ class PromptEmbeddings:
         if number not in sequence.output.requested_items:
             return
         item = sequence.items[number]
+        self._encode_requests.check_size(item, rows)
         embedding = self._encode_requests.copies.import_embedding(rows, item.num_tokens)
         self._forget_requested_item(sequence, number)
         if sequence.can_pin_embeddings:

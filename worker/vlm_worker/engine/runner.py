@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.errors import EngineError, WorkerError
+from vlm_worker.reduction import Cells, Reduction
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 from vlm_worker.wire.buffers import Regions
 
@@ -56,8 +57,16 @@ class Runner(Protocol):
         Returns None if the device cannot overlap: the caller then makes the call itself.
         """
 
+    def reduce_embedding(
+        self, embedding: Embedding, cells: Cells, reduction: Reduction
+    ) -> Embedding | None:
+        """The embedding of the kept tokens of a whole image; it has `places`, as `ImageRows` has.
+
+        None if this embedding cannot tell which to keep, and the image must be encoded again.
+        """
+
     def export_embedding(self, embedding: Embedding) -> memoryview:
-        """The rows as bytes, `[num_tokens, row_bytes]`."""
+        """The rows as bytes, `[num_tokens, row_bytes]`; a reduced one's with their places."""
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
         """The embedding of rows as bytes. Raises CorruptTransferError on a wrong size."""
@@ -80,7 +89,7 @@ class Runner(Protocol):
         """Write whole blocks received from a peer."""
 
     def embedding_bytes(self, embedding: Embedding) -> int:
-        """Bytes of an embedding, for the encoder cache's budget."""
+        """Bytes of an embedding, for the encoder cache's budget: those of its export."""
 
     def prefault(self) -> bool:
         """Prefault some memory for coming steps, for a few milliseconds; False if all is done.
@@ -135,6 +144,12 @@ class EmbeddingCopies:
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Any:
         return run_device_copy(
             "copying an embedding in", lambda: self._runner.import_embedding(rows, num_tokens)
+        )
+
+    def reduce_embedding(self, embedding: Any, cells: Cells, reduction: Reduction) -> Any:
+        return run_device_copy(
+            "reducing an embedding",
+            lambda: self._runner.reduce_embedding(embedding, cells, reduction),
         )
 
 

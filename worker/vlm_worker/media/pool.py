@@ -33,6 +33,7 @@ from vlm_worker.media.decode_channel import (
 )
 from vlm_worker.media.image_header import ImageHeader, ImageLimits, read_header
 from vlm_worker.media.patches import PatchExtractor
+from vlm_worker.reduction import Reduction, cells_of
 from vlm_worker.types import PreparedImage
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class ImageSpec:
     """What a request states about one image; the pool compares each field to the file.
 
     `width` and `height` are oriented. `max_pixels` is the request's cap, 0 for the model's limit.
-    `salt` separates tenants.
+    `salt` separates tenants. `num_tokens` is after the `reduction`.
     """
 
     item: int
@@ -63,6 +64,7 @@ class ImageSpec:
     num_tokens: int
     max_pixels: int = 0
     salt: bytes = b""
+    reduction: Reduction | None = None
 
 
 REFUSALS: Final = (
@@ -214,7 +216,10 @@ class MediaPool:
             digest = _digest(data)
         alias = _alias(digest, spec)
         known = self._aliases.get(alias)
-        if known is None or known.num_tokens != spec.num_tokens:
+        if known is None:
+            return None
+        known = dataclasses.replace(known, reduction=spec.reduction)
+        if known.kept_tokens != spec.num_tokens:
             return None
         self._aliases.move_to_end(alias)
         return known
@@ -266,7 +271,8 @@ class MediaPool:
             raise InvalidRequestError(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
         processor = self._processor.capped(spec.max_pixels)
         geometry = processor.geometry(header.height, header.width)
-        actual = (header.format, header.width, header.height, geometry.num_tokens)
+        num_tokens = _num_kept(geometry, spec.reduction)
+        actual = (header.format, header.width, header.height, num_tokens)
         stated = (spec.format, spec.width, spec.height, spec.num_tokens)
         if actual != stated:
             raise InvalidImageError(
@@ -311,7 +317,8 @@ class MediaPool:
             raise _refusal(bytes(body), image.spec.item)
         if asyncio.current_task() in self._dropped:  # patches have many times the pixels' bytes
             raise asyncio.CancelledError
-        return await self._result(done, body, image.geometry, started - queued), done.file_digest
+        prepared = await self._result(done, body, image.geometry, started - queued)
+        return dataclasses.replace(prepared, reduction=image.spec.reduction), done.file_digest
 
     async def _decoded(
         self, child: DecodeChild | None, image: _Image
@@ -394,6 +401,16 @@ def _digest(data: bytes | memoryview) -> bytes:
 def _alias(file_digest: bytes, spec: ImageSpec) -> bytes:
     """A key of `_aliases`. Fixed-size fields come first, so that the salt needs no length."""
     return _digest(file_digest + spec.max_pixels.to_bytes(8, "little") + spec.salt)
+
+
+def _num_kept(geometry: Geometry, reduction: Reduction | None) -> int:
+    """Visual tokens after the reduction. Raises InvalidRequestError if there are no cells."""
+    if reduction is None:
+        return geometry.num_tokens
+    try:
+        return reduction.num_tokens(cells_of(geometry.grid_thw, geometry.num_tokens))
+    except ValueError as error:
+        raise InvalidRequestError(f"reduction: {error}") from error
 
 
 def _describe(file_format: str, width: int, height: int, num_tokens: int) -> str:

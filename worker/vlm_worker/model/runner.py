@@ -29,8 +29,10 @@ from vlm_worker.model.gpu.streams import SingleStream
 from vlm_worker.model.layers import Decoder
 from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import KVPrefault, dtype_name, encode_bytes, make_kv_cache, step_bytes
+from vlm_worker.model.reduce import merge, rank
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
-from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
+from vlm_worker.reduction import Cells, Reduction
+from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage
 from vlm_worker.wire.buffers import HostRegions
 
 
@@ -136,31 +138,50 @@ class ModelRunner:
         """Start `call` overlapped with steps; None if the caller must run it between steps."""
         return self.streams.encode_async(call)
 
-    def export_embedding(self, embedding: Embedding) -> memoryview:
-        """The rows as flat bytes of `[num_tokens, row_bytes]`."""
+    def reduce_embedding(
+        self, embedding: Embedding, cells: Cells, reduction: Reduction
+    ) -> Embedding | None:
+        """The kept rows of a whole image; None if the image must be encoded again.
+
+        That is so for ZIP if the embedding has no scores.
+        """
+        if not embedding.rankings.can(reduction):
+            return None
         with self.streams.steps():
-            rows = self._wait_for(embedding).contiguous().view(torch.uint8).cpu()
-        return rows.numpy().reshape(-1).data
+            rows = self._wait_for(embedding)
+            groups = rank(rows, cells, reduction, embedding.rankings)
+            return Embedding(merge(rows, groups), places=groups.places)
+
+    def export_embedding(self, embedding: Embedding) -> memoryview:
+        """The rows as flat bytes, `[num_tokens, row_bytes]`; with places, each before its own."""
+        with self.streams.steps():
+            rows = self._wait_for(embedding).contiguous().view(torch.uint8).cpu().numpy()
+        if embedding.places is not None:
+            places = np.ascontiguousarray(embedding.places, "<i2").view(np.uint8)
+            rows = np.concatenate([rows.reshape(len(places), -1), places], axis=1)
+        return rows.reshape(-1).data
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
-        """Copy rows received from an encoder to the device.
+        """Copy rows received from an encoder, with or without places, to the device.
 
         Raises:
             CorruptTransferError: the size is wrong, or a value is not finite. Such a value would
                 reach KV that other requests share before the first logits show it.
         """
         row_bytes = self.embed_layout.row_bytes
-        if rows.nbytes != num_tokens * row_bytes:
+        has_places = rows.nbytes == num_tokens * (row_bytes + PLACE_BYTES)
+        if rows.nbytes != num_tokens * row_bytes and not has_places:
             raise CorruptTransferError(
                 f"an embedding of {num_tokens} tokens has {num_tokens * row_bytes} bytes, "
                 f"not {rows.nbytes}"
             )
-        data = np.frombuffer(rows, np.uint8).copy().reshape(num_tokens, row_bytes)
-        values = torch.from_numpy(data).view(self._loaded.dtype)
+        data = np.frombuffer(rows, np.uint8).reshape(num_tokens, -1)
+        places = data[:, row_bytes:].copy().view("<i2") if has_places else None
+        values = torch.from_numpy(data[:, :row_bytes].copy()).view(self._loaded.dtype)
         if not is_finite(values):
             raise CorruptTransferError(f"an embedding of {num_tokens} tokens is not finite")
         with self.streams.steps():
-            return Embedding(values.to(self.device))
+            return Embedding(values.to(self.device), places=places)
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         """Copy whole blocks to `out`, or to new memory: flat bytes `[num_ids, block_bytes]`."""

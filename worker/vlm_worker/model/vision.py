@@ -35,6 +35,7 @@ from vlm_worker.errors import EngineError
 from vlm_worker.model.attention import varlen_forward
 from vlm_worker.model.layers import mlp_of, norm_of, packed_layer
 from vlm_worker.model.linear import add_product
+from vlm_worker.model.reduce import Rankings, rank
 from vlm_worker.types import PreparedImage
 
 
@@ -46,14 +47,19 @@ class Embedding:
         rows: `[num_tokens, hidden_size]`, not a view of other rows.
         made: the event after which `rows` are valid, if steps run on another stream
             (`gpu.streams`); else None.
+        places: int16 `[num_tokens, 2]`, row and column of each row's cell, if it is reduced.
+        rankings: what reductions of a whole image know about its rows.
     """
 
     rows: torch.Tensor
     made: Any = None
+    places: np.ndarray | None = None
+    rankings: Rankings = dataclasses.field(default_factory=Rankings)
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes
+        """Bytes of the rows and their places, as in a transfer."""
+        return self.rows.nbytes + (0 if self.places is None else self.places.nbytes)
 
 
 class PatchProjection(nn.Module):
@@ -135,7 +141,10 @@ class ImageEncoder:
             )
         if not is_finite(rows):
             return EngineError(f"the encoder's output for grid {image.grid_thw} is not finite")
-        return Embedding(rows.clone())  # a view would keep the whole batch in memory
+        embedding = Embedding(rows.clone())  # a view would keep the whole batch in memory
+        if image.reduction is not None:  # here, so that it overlaps with steps
+            rank(embedding.rows, image.cells, image.reduction, embedding.rankings)
+        return embedding
 
 
 def is_finite(rows: torch.Tensor) -> bool:

@@ -232,7 +232,7 @@ class EncodeBegin(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
-    __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format")
+    __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class EncodeItem(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
+    REDUCTION_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     num_bytes: int
     width: int
@@ -247,7 +248,16 @@ class EncodeItem(_message.Message):
     num_tokens: int
     max_pixels: int
     format: str
-    def __init__(self, transfer_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., num_tokens: _Optional[int] = ..., max_pixels: _Optional[int] = ..., format: _Optional[str] = ...) -> None: ...
+    reduction: Reduction
+    def __init__(self, transfer_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., num_tokens: _Optional[int] = ..., max_pixels: _Optional[int] = ..., format: _Optional[str] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ...) -> None: ...
+
+class Reduction(_message.Message):
+    __slots__ = ("method", "keep_permille")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    KEEP_PERMILLE_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    keep_permille: int
+    def __init__(self, method: _Optional[str] = ..., keep_permille: _Optional[int] = ...) -> None: ...
 
 class EncodeChunk(_message.Message):
     __slots__ = ("item", "data")
@@ -316,18 +326,20 @@ class ItemFailed(_message.Message):
     def __init__(self, item: _Optional[int] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
 
 class ImageItem(_message.Message):
-    __slots__ = ("image_key", "offset", "num_tokens", "grid_thw", "source")
+    __slots__ = ("image_key", "offset", "num_tokens", "grid_thw", "source", "reduction")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRID_THW_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REDUCTION_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
     offset: int
     num_tokens: int
     grid_thw: _containers.RepeatedScalarFieldContainer[int]
     source: Source
-    def __init__(self, image_key: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
+    reduction: Reduction
+    def __init__(self, image_key: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "num_logprobs")

@@ -106,7 +106,7 @@ class EncoderRole:
                     if event.rows is not None:
                         rows[index] = event.rows
                     await context.delay("encode")
-                    count = images[index].num_tokens
+                    count = images[index].kept_tokens
                     producers[index].finish(Commit(num_units=count, num_tokens=count))
                     if event.rows is not None:  # only a peer can consume it
                         context.prebuild_frames(producers[index])
@@ -135,6 +135,7 @@ class EncoderRole:
     ) -> Producer:
         """Offer an item to consumers: from `rows` if the engine gave them, else by an export."""
         layout = self._context.embed_layout
+        row_bytes = layout.row_bytes_of(image.reduction)
 
         async def prepare() -> None:
             if index not in rows:
@@ -142,17 +143,17 @@ class EncoderRole:
 
         def export(first: int, count: int, _: memoryview) -> memoryview:
             whole = rows[index]
-            if whole.nbytes != image.num_tokens * layout.row_bytes:
+            if whole.nbytes != image.kept_tokens * row_bytes:
                 raise InvalidRequestError("the embedding has another size than its layout")
-            return whole.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
+            return whole.cast("B")[first * row_bytes : (first + count) * row_bytes]
 
         identity = self._context.incarnation.transfer_id(
-            handle.key, transfer_id, layout.fingerprint, content=image.image_key
+            handle.key, transfer_id, layout.fingerprint, content=image.kept_key
         )
         producer = Producer(
             identity,
-            unit_bytes=layout.row_bytes,
-            max_units=image.num_tokens,
+            unit_bytes=row_bytes,
+            max_units=image.kept_tokens,
             export=export,
             prepare=prepare,
             timers=self._context.timers,
@@ -182,7 +183,7 @@ def _media_spans(upload: DecodedUpload, item: int, timer: CallTimer) -> tuple[St
 def _decoded_item(upload: DecodedUpload) -> DecodedItem:
     image = upload.result
     if isinstance(image, PreparedImage):
-        return DecodedItem(image.num_tokens, image.grid_thw, image.image_key)
+        return DecodedItem(image.kept_tokens, image.grid_thw, image.kept_key)
     return DecodedItem(0, (0, 0, 0), b"", ItemError(image.code or "", str(image)))
 
 

@@ -303,8 +303,8 @@ class EmbeddingFetcher:
         key = self._call.request.key
         layout = self._context.embed_layout
         image = self._call.request.items[item]
-        num_rows = image.num_tokens
-        rows = allocate_buffer(num_rows * layout.row_bytes)
+        num_rows, row_bytes = image.num_tokens, layout.row_bytes_of(image.reduction)
+        rows = allocate_buffer(num_rows * row_bytes)
         async with self._context.peers.hold(source) as peer:
             transfer = peer.pull(
                 Fetch.EMBEDDING,
@@ -314,7 +314,7 @@ class EmbeddingFetcher:
                 on_refused=self._context.refused,
                 fingerprint=layout.fingerprint,
                 content=image.image_key,
-                unit_bytes=layout.row_bytes,
+                unit_bytes=row_bytes,
                 first_unit=0,
                 end_unit=num_rows,
                 into=DestinationBuffers([rows]),

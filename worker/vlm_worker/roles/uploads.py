@@ -149,8 +149,7 @@ class Uploads:
         known = await self._media.known_key(data, spec)
         if known is None:
             return None
-        pin_cached = self._context.engine.pin_cached
-        return known if await pin_cached(key, known.image_key, known.num_tokens) else None
+        return known if await self._context.engine.pin_cached(key, known) else None
 
     async def _files(
         self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory
@@ -191,5 +190,12 @@ class Uploads:
 def _spec(call: EncodeCall, item: int) -> ImageSpec:
     i = call.items[item]
     return ImageSpec(
-        item, i.format, i.width, i.height, i.num_tokens, i.max_pixels, salt=call.cache_salt
+        item,
+        i.format,
+        i.width,
+        i.height,
+        i.num_tokens,
+        i.max_pixels,
+        salt=call.cache_salt,
+        reduction=i.reduction,
     )

@@ -15,6 +15,7 @@ from vlm_worker import annotations as an
 from vlm_worker.annotations import Between, Flat, Named, Ticks
 from vlm_worker.errors import IncompatibleError, InvalidImageError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.reduction import Reduction
 from vlm_worker.types import (
     STAGES,
     FinishReason,
@@ -140,7 +141,15 @@ def _refuse_incompatible(message: pb.HelloReply) -> None:
         raise IncompatibleError(f"{message.pod_name}: {error}") from error
 
 
+def _check_reduction(reduction: Reduction) -> None:
+    try:
+        reduction.num_tokens((1, 1))
+    except ValueError as error:
+        raise InvalidRequestError(f"reduction.keep_permille: {error}") from error
+
+
 Codec(StageSpan, pb.StageSpan)
+Codec(Reduction, pb.Reduction, check=_check_reduction)
 Codec(Limits, pb.Limits)
 HELLO: Final = Codec(Hello, pb.HelloReply, before=_refuse_incompatible)
 LOAD: Final = Codec(Load, pb.LoadReply)
@@ -195,7 +204,10 @@ FETCH_CALL: Final = Codec(FetchCall, pb.FetchRequest)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeItem:
-    """One image to encode, from its header; `max_pixels` 0 selects the model's limit."""
+    """One image to encode, from its header; `max_pixels` 0 selects the model's limit.
+
+    `num_tokens` is after the `reduction`.
+    """
 
     transfer_id: Id
     num_bytes: Annotated[int, Between(1, an.MAX_BYTES)]  # EncodeCall checks the maximum of a file
@@ -204,6 +216,7 @@ class EncodeItem:
     num_tokens: NumTokens
     max_pixels: Annotated[int, Between(0, an.MAX_PIXELS)]
     format: Label
+    reduction: Reduction | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,7 +245,10 @@ class ItemError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodedItem:
-    """One decoded image; with `error` set, the rest is empty."""
+    """One decoded image; with `error` set, the rest is empty.
+
+    `num_tokens` and `image_key` are those of the embedding that a prompt gets.
+    """
 
     num_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
     grid_thw: Annotated[tuple[int, int, int], an.grid()]

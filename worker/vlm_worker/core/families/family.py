@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vlm_worker.core.image_geometry import Geometry, Processor
+from vlm_worker.core.image_geometry import Geometry, Grid, Processor
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
+from vlm_worker.reduction import Reduction, cells_of
 from vlm_worker.types import ImageItem
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -107,6 +108,30 @@ class Family:
         """
         return self.processor.low_detail_pixels(LOW_DETAIL_PIXELS) if detail == "low" else 0
 
+    def num_tokens(self, grid_thw: Grid, reduction: Reduction | None) -> int | None:
+        """Visual tokens that a prompt gets of an image; None if the grid is no patch grid.
+
+        Raises:
+            InvalidRequestError: this family's visual tokens cannot be reduced.
+        """
+        num_tokens = self.processor.num_tokens(grid_thw)
+        if reduction is None or num_tokens is None:
+            return num_tokens
+        self.check_reducible()
+        return reduction.num_tokens(cells_of(grid_thw, num_tokens))
+
+    def check_reducible(self) -> None:
+        """Raise InvalidRequestError if visual tokens of this family cannot be reduced.
+
+        A kept token keeps its row and column, which only M-RoPE has.
+        """
+        if self.spec.positions != "mrope" or self.spec.bidirectional_spans:
+            raise InvalidRequestError(
+                f"visual tokens of {self.model_type} cannot be reduced: its positions have no rows "
+                "and columns",
+                param="visual",
+            )
+
     def expand(
         self, token_ids: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
@@ -164,7 +189,7 @@ class Family:
         has_row = token_ids < self.vocab_size
         for number, item in enumerate(items):
             name = f"items[{number}]"
-            num_tokens = self.processor.num_tokens(item.grid_thw)
+            num_tokens = self.num_tokens(item.grid_thw, item.reduction)
             if num_tokens is None:
                 raise InvalidRequestError(f"{name}.grid_thw {item.grid_thw} is no patch grid")
             if item.num_tokens != num_tokens:
@@ -198,6 +223,9 @@ def _mrope(
 ) -> tuple[np.ndarray, int]:
     """Positions of still images in text, equal to Qwen2.5-VL's `get_rope_index`.
 
+    A reduced image has its first position in all rows: a step adds the places of its tokens, which
+    are known when it is encoded. Text continues as after the whole image.
+
     Returns as `Family.positions`.
     """
     out = np.empty((3, num_tokens), dtype=np.int64)
@@ -207,12 +235,14 @@ def _mrope(
         out[:, index : item.offset] = np.arange(position, position + text)
         position += text
         t, h, w = item.grid_thw[0], item.grid_thw[1] // merge_size, item.grid_thw[2] // merge_size
-        out[:, item.offset : item.end] = np.indices((t, h, w)).reshape(3, -1) + position
+        if item.reduction is None:
+            out[:, item.offset : item.end] = np.indices((t, h, w)).reshape(3, -1) + position
+        else:
+            out[:, item.offset : item.end] = position
         position += max(h, w)
         index = item.end
     out[:, index:] = np.arange(position, position + num_tokens - index)
-    delta = int(out.max()) + 1 - num_tokens if num_tokens else 0
-    return out, delta
+    return out, position - index
 
 
 def pixel_fields(

@@ -1,0 +1,89 @@
+"""How many visual tokens of an image a prompt gets, and which: the policy without its arithmetic.
+
+                 cells of the image         kept, in raster order
+    DIVERSE      a b c d e f g h    ─▶      a   d   g        the rows that differ most
+    ZIP          a b c d e f g h    ─▶      b   d   g'       the rows that get most attention;
+                                                             g' is the mean of g and its like
+    MERGE        a b c d e f g h    ─▶      a'  d'  f'       means of regions of like neighbours
+    POOL         a b c d e f g h    ─▶      a'  c'  e' g'    means of blocks of one size
+
+A cell is one visual token of the whole image. A kept token keeps its cell's row and column, so text
+after the image has the positions that it has behind the whole image. The number of kept tokens
+depends on the grid and the policy alone: the gateway writes placeholders before anyone encodes.
+
+`vlm_worker.model.reduce` has the arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import math
+from typing import Annotated, Final
+
+from vlm_worker.annotations import Between
+
+MAX_PERMILLE: Final = 1000
+VERSION: Final = 1
+"""Part of every key: an embedding that another version reduced is another embedding."""
+POOL_BLOCKS: Final = {500: (1, 2), 250: (2, 2)}
+"""Rows and columns of cells that POOL averages, by the share that it keeps."""
+
+Cells = tuple[int, int]
+"""Rows and columns of visual tokens."""
+
+
+class Method(enum.StrEnum):
+    """How visual tokens are chosen. The values are part of keys and messages."""
+
+    DIVERSE = "diverse"
+    ZIP = "zip"
+    MERGE = "merge"
+    POOL = "pool"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduction:
+    """Keep `keep_permille` thousandths of the visual tokens of an image, at least one.
+
+    POOL knows 500 and 250 only: its blocks are 1x2 and 2x2 cells.
+    """
+
+    method: Method
+    keep_permille: Annotated[int, Between(1, MAX_PERMILLE)]
+
+    def num_tokens(self, cells: Cells) -> int:
+        """Visual tokens that are kept of an image with these cells.
+
+        Raises:
+            ValueError: POOL has no blocks for this share.
+        """
+        rows, columns = cells
+        if self.method is Method.POOL:
+            block = POOL_BLOCKS.get(self.keep_permille)
+            if block is None:
+                shares = " or ".join(map(str, POOL_BLOCKS))
+                raise ValueError(f"pool keeps {shares} permille, not {self.keep_permille}")
+            return math.ceil(rows / block[0]) * math.ceil(columns / block[1])
+        return max(1, (rows * columns * self.keep_permille + 500) // 1000)
+
+    def key(self, image_key: bytes) -> bytes:
+        """The 32-byte content key of the reduced embedding of the image `image_key`."""
+        digest = hashlib.sha256(b"triptych.reduce/1")
+        digest.update(f"{VERSION}/{self.method}/{self.keep_permille}".encode())
+        digest.update(image_key)
+        return digest.digest()
+
+
+def cells_of(grid_thw: tuple[int, int, int], num_tokens: int) -> Cells:
+    """The cells of a still image, from its patch grid and its number of visual tokens.
+
+    Raises:
+        ValueError: the tokens are not a grid of equal squares of patches.
+    """
+    _, height, width = grid_thw
+    side = math.isqrt(height * width // num_tokens) if num_tokens > 0 else 0
+    if not side or (height // side) * (width // side) != num_tokens:
+        raise ValueError(f"{num_tokens} tokens are no grid of cells of the patches {grid_thw}")
+    return height // side, width // side
