@@ -5,6 +5,7 @@
     decode_attention   the part of it for sequences with one query, in C++
     varlen_attention   attention inside segments of a packed axis (vision towers)
     flash_attention    both in C++, for bfloat16; a query sees an interval of its `segments`
+    received_attention the mean weight that attention inside segments gives to each token
     dense_attention    attention of a batch of equal shapes, used if no other kernel applies
     packed_weights     weights in panels, in bfloat16 or int8
     packed_linear      linear layers on packed weights, with the operations that follow them
@@ -38,6 +39,7 @@ from vlm_kernels.packed_linear import Activation, packed_linear
 from vlm_kernels.packed_weights import PackedWeights
 from vlm_kernels.paged_attention import paged_attention
 from vlm_kernels.quantised_linear import QuantisedWeights, quantise_weights, quantised_linear
+from vlm_kernels.received_attention import received_attention
 from vlm_kernels.resize_patches import resize_patches
 from vlm_kernels.rms_norm import add_rms_norm, rms_norm
 from vlm_kernels.rope import rope, rope_store_kv
@@ -62,6 +64,7 @@ __all__ = [
     "plan_attention",
     "quantise_weights",
     "quantised_linear",
+    "received_attention",
     "resize_patches",
     "rms_norm",
     "rope",

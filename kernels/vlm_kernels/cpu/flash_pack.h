@@ -43,32 +43,47 @@ inline void transpose(__m512i r[16]) {
   for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-// Zeros stand behind the last key and, up to `width`, behind the last feature.
-inline void pack(const TileRows& rows, int64_t dim, int64_t width, Half* keys, Half* values) {
-  const auto load = [&](const Half* const* of, int64_t j, int64_t d) {
-    if (j >= rows.count) return _mm512_setzero_si512();
-    return _mm512_maskz_loadu_epi16(below(dim - d), of[j] + d);
-  };
-  const __m512i turn = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i turn_behind = _mm512_add_epi16(turn, _mm512_set1_epi16(16));
+// The features [d, d + 32) of the j-th row; zeros behind the last row, and behind the last feature.
+inline __m512i features_of(const Half* const* rows, int64_t count, int64_t dim, int64_t j, int64_t d) {
+  if (j >= count) return _mm512_setzero_si512();
+  return _mm512_maskz_loadu_epi16(below(dim - d), rows[j] + d);
+}
+
+// `count` rows of `dim` features, as keys of `width`.
+inline void pack_keys(const Half* const* rows, int64_t count, int64_t dim, int64_t width, Half* keys) {
   for (int64_t d = 0; d < width; d += 32) {
     const int64_t lines = std::min<int64_t>(16, (width - d) / 2);
     for (int64_t j = 0; j < KEYS; j += 16) {
       __m512i pairs[16];
-      for (int i = 0; i < 16; i++) pairs[i] = load(rows.keys, j + i, d);
+      for (int i = 0; i < 16; i++) pairs[i] = features_of(rows, count, dim, j + i, d);
       transpose(pairs);
       for (int64_t i = 0; i < lines; i++) {
         _mm512_storeu_si512(keys + ((d / 2 + i) * KEYS + j) * 2, pairs[i]);
       }
     }
+  }
+}
+
+// The same as values.
+inline void pack_values(const Half* const* rows, int64_t count, int64_t dim, int64_t width,
+                        Half* values) {
+  const __m512i turn = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i turn_behind = _mm512_add_epi16(turn, _mm512_set1_epi16(16));
+  for (int64_t d = 0; d < width; d += 32) {
     for (int64_t j = 0; j < KEYS; j += 2) {
-      const __m512i a = load(rows.values, j, d), b = load(rows.values, j + 1, d);
+      const __m512i a = features_of(rows, count, dim, j, d);
+      const __m512i b = features_of(rows, count, dim, j + 1, d);
       Half* to = values + (j / 2 * width + d) * 2;
       _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, turn, b));
-      if (lines > 8) _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, turn_behind, b));
+      if (width - d > 16) _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, turn_behind, b));
     }
   }
+}
+
+inline void pack(const TileRows& rows, int64_t dim, int64_t width, Half* keys, Half* values) {
+  pack_keys(rows.keys, rows.count, dim, width, keys);
+  pack_values(rows.values, rows.count, dim, width, values);
 }
 
 }  // namespace triptych

@@ -27,8 +27,9 @@ inline __m512bh pair_of(const Half* at) {
   return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// BLOCK rows by KEYS keys: scores[i][j] = q_i . k_j
-inline void multiply_keys(const Half* q, const Half* keys, int64_t width, float* scores) {
+// BLOCK rows by KEYS keys: scores[i][j] = q_i . k_j, rows of scores `stride` apart
+inline void multiply_keys(const Half* q, const Half* keys, int64_t width, float* scores,
+                          int64_t stride) {
   __m512 sums[BLOCK][4];
   for (auto& of_row : sums)
     for (auto& sum : of_row) sum = _mm512_setzero_ps();
@@ -41,7 +42,7 @@ inline void multiply_keys(const Half* q, const Half* keys, int64_t width, float*
     }
   }
   for (int i = 0; i < BLOCK; i++)
-    for (int j = 0; j < 4; j++) _mm512_storeu_ps(scores + i * KEYS + j * 16, sums[i][j]);
+    for (int j = 0; j < 4; j++) _mm512_storeu_ps(scores + i * stride + j * 16, sums[i][j]);
 }
 
 // BLOCK rows by 16 * columns features: sums[i] = sums[i] * factor[i] + sum_j weights[i][j] v_j
@@ -194,7 +195,7 @@ class Rows {
   // Adds one tile to the rows [row, row + BLOCK).
   void attend_tile(int64_t row, int64_t position, const Exponents& exponents, const Half* keys,
                    const Half* values) {
-    multiply_keys(&q_[row * width_], keys, width_, &scores_[row * KEYS]);
+    multiply_keys(&q_[row * width_], keys, width_, &scores_[row * KEYS], KEYS);
     const RowsSoFar rows{&first_[row], &end_[row], &maxima_[row], &totals_[row * 16],
                          &factors_[row]};
     softmax(&scores_[row * KEYS], position, rows, exponents, &weights_[row * KEYS]);

@@ -1,4 +1,4 @@
-"""Triton functions that several kernels use: online softmax, and quantised rows of KV.
+"""Triton functions that several kernels use: online softmax, segments, and quantised rows of KV.
 
 Online softmax (arXiv 1805.02867) processes scores in tiles. A row keeps the maximum so far and sums
 of `2^(score - maximum)`; a new maximum scales the earlier sums down. Scores are in base 2: callers
@@ -30,6 +30,27 @@ def add_scores(x, top, total):
     weight = tl.exp2(x - base[:, None])
     shrink = tl.exp2(top - base)
     return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
+def segment_of(tile, cu_ptr, num_segments, num_tokens, TILE_M: tl.constexpr):
+    """The edges of a tile's segment, and its first token.
+
+    The edges of segments are only on the GPU, and the host does not read them: there are
+    `T // TILE_M + C` tiles, enough for any segments. Those of segment c are numbered from
+    `cu_c // TILE_M + c`, so each program finds its segment by bisection. A tile may have no token.
+    """
+    # bisect [segment, limit); a variable of a loop must keep its type, here that of `tile`
+    segment, limit = tile * 0, tile * 0 + num_segments
+    while limit - segment > 1:
+        middle = (segment + limit) // 2
+        begins = tl.load(cu_ptr + middle) // TILE_M + middle <= tile
+        segment = tl.where(begins, middle, segment)
+        limit = tl.where(begins, limit, middle)
+    # clamp: edges of an invalid tensor must not lead to reads outside of [0, num_tokens)
+    start = tl.maximum(tl.load(cu_ptr + segment), 0)
+    end = tl.minimum(tl.load(cu_ptr + segment + 1), num_tokens)
+    return start, end, start + (tile - start // TILE_M - segment) * TILE_M
 
 
 @triton.jit

@@ -7,10 +7,8 @@ Reference: `vlm_kernels.varlen_attention.varlen_attention_reference`; tiles are 
 (arXiv 2205.14135).
 
 Tiles: a program computes TILE_M queries of one segment and one head, and loops over the keys of
-the segment, TILE_N at a time, with an online softmax. The edges of segments are only on the GPU,
-and the host does not read them: there are `T // TILE_M + C` programs, enough for any segments.
-Tiles of segment c are numbered from `cu_c // TILE_M + c`, so each program finds its segment by
-bisection. A program without a tile ends at once.
+the segment, TILE_N at a time, with an online softmax. It finds its segment by `segment_of`. A
+program without a tile ends at once.
 
 Scores and sums are float32. Weights are rounded to q's type before they multiply values.
 """
@@ -24,7 +22,7 @@ import triton.language as tl
 from vlm_kernels import gpu
 from vlm_kernels.gpu.attention_shapes import Heads, Shape, padded
 from vlm_kernels.gpu.configs import config
-from vlm_kernels.gpu.functions import LOG2_E, add_scores
+from vlm_kernels.gpu.functions import LOG2_E, add_scores, segment_of
 
 DEFAULT = {"num_warps": 4, "num_stages": 3}
 
@@ -38,17 +36,8 @@ def _attend(
     """Grid: [tiles, heads]."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
-    # bisect [segment, limit); a variable of a loop must keep its type, here that of `tile`
-    segment, limit = tile * 0, tile * 0 + num_segments
-    while limit - segment > 1:
-        middle = (segment + limit) // 2
-        begins = tl.load(cu_ptr + middle) // TILE_M + middle <= tile
-        segment = tl.where(begins, middle, segment)
-        limit = tl.where(begins, limit, middle)
-    # clamp: edges of an invalid tensor must not lead to reads outside of [0, num_tokens)
-    start = tl.maximum(tl.load(cu_ptr + segment), 0)
-    end = tl.minimum(tl.load(cu_ptr + segment + 1), num_tokens)
-    row = start + (tile - start // TILE_M - segment) * TILE_M + tl.arange(0, TILE_M)
+    start, end, first = segment_of(tile, cu_ptr, num_segments, num_tokens, TILE_M)
+    row = first + tl.arange(0, TILE_M)
     live = (row >= start) & (row < end)
     column = tl.arange(0, TILE_D)
     inside = column < D

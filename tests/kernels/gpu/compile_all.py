@@ -27,6 +27,7 @@ from vlm_kernels.gpu import (
     merge_tokens,
     paged_attention,
     quantised_linear,
+    received_attention,
     resize_patches,
     rms_norm,
     rope,
@@ -106,6 +107,15 @@ def see(dtype: torch.dtype) -> None:
     )
 
 
+def receive(dtype: torch.dtype) -> None:
+    """Qwen's tower."""
+    received_attention.received_attention(
+        *(ones(70, 2, 80, dtype=dtype) for _ in range(2)),
+        torch.tensor([0, 70], dtype=torch.int32),
+        scale=0.1,
+    )
+
+
 def rotate(dtype: torch.dtype) -> None:
     q, k, table = ones(3, 28, 128), ones(3, 4, 128), ones(3, 128)
     slots = torch.zeros(3, dtype=torch.int64)
@@ -164,6 +174,8 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "quantised_linear int4 by 128": lambda: multiply(128),
     "varlen_attention": lambda: see(BFLOAT16),
     "varlen_attention float32": lambda: see(torch.float32),
+    "received_attention": lambda: receive(BFLOAT16),
+    "received_attention float32": lambda: receive(torch.float32),
     "resize_patches": cut,
     "merge_tokens": merge,
 }

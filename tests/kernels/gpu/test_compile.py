@@ -45,6 +45,18 @@ def test_the_kernels_of_a_decoder_layer_compile() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("received_attention", HOPPER),
+        ("received_attention float32", ADA),
+    ],
+)
+def test_received_attention_compiles(name: str, capability: int) -> None:
+    found = compiled(name, capability=capability)
+    assert {line["kernel"] for line in found} == {"_logarithms", "_receive"}
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "paged_attention of Gemma",

@@ -46,6 +46,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "varlen_attention": lambda: vlm_kernels.varlen_attention(
         HEADS, HEADS, HEADS, torch.tensor([0, 2], dtype=torch.int32), scale=1
     ),
+    "received_attention": lambda: vlm_kernels.received_attention(
+        HEADS, HEADS, torch.tensor([0, 2], dtype=torch.int32), scale=1
+    ),
     "quantised_linear": lambda: vlm_kernels.quantised_linear(
         X, vlm_kernels.quantise_weights(torch.ones(3, 8))
     ),
