@@ -37,9 +37,9 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=35_500, single_importers=39, short_files=16),
+    "worker": Count(lines=35_600, single_importers=40, short_files=16),
     "operator": Count(lines=40_800, single_importers=53, short_files=34),
-    "kernels": Count(lines=6_900, single_importers=16, short_files=8),
+    "kernels": Count(lines=6_900, single_importers=15, short_files=8),
 }
 
 

@@ -42,6 +42,11 @@ class VisionLayers:
             check_layer(layer, heads, width=self._width)
         self._weights = lay_out(layers)
 
+    def split(self, number: int) -> tuple[VisionLayers, VisionLayers]:
+        """The first `number` layers, and the others; both need at least one. Weights are shared."""
+        first, others = self._layers[:number], self._layers[number:]
+        return VisionLayers(first, self._heads), VisionLayers(others, self._heads)
+
     def __call__(
         self,
         x_TD: torch.Tensor,

@@ -19,7 +19,7 @@ from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
 from vlm_worker.model.linear import can_pack
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.vision import VisionBlock
+from vlm_worker.model.vision_blocks import VisionBlock
 from vlm_worker.types import Stage
 
 ANSWER = list(range(10, 18))

@@ -21,9 +21,8 @@ from vlm_worker.engine.runner import is_device_lost
 from vlm_worker.errors import EngineError
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.vision import (
-    Embedding,
-    ImageEncoder,
+from vlm_worker.model.vision import Embedding, ImageEncoder
+from vlm_worker.model.vision_blocks import (
     PatchProjection,
     VisionBlock,
     join_vision_blocks,

@@ -39,7 +39,7 @@ from vlm_worker.model.gpu.layers import quantise_linears, use_gpu_kernels
 from vlm_worker.model.layers import DecoderLayer, gated_mlp, mlp_of, norm_of
 from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
-from vlm_worker.model.vision import VisionBlock, join_vision_blocks, use_patch_projection
+from vlm_worker.model.vision_blocks import VisionBlock, join_vision_blocks, use_patch_projection
 from vlm_worker.types import Stage
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import KVPrefault, dtype_name, encode_bytes, make_kv_cache, step_bytes
 from vlm_worker.model.reduce import merge, rank
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
-from vlm_worker.reduction import Cells, Reduction
+from vlm_worker.reduction import Cells, Method, Reduction
 from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage
 from vlm_worker.wire.buffers import HostRegions
 
@@ -42,6 +42,10 @@ def sample(logits_RV: torch.Tensor, params: SampleParams) -> StepOutput:
     `logits_RV` is in the dtype of the head, R rows over V tokens; not modified.
     """
     return StepOutput(*sample_tokens(logits_RV, params))
+
+
+def _needs_scores(image: PreparedImage) -> bool:
+    return image.reduction is not None and image.reduction.method is Method.ZIP
 
 
 T = TypeVar("T")
@@ -127,7 +131,7 @@ class ModelRunner:
         if not self._loaded.has_encoder:
             raise EngineError("the stage encoder is not loaded here")
         with self.streams.images():
-            results = self._images.encode(images)
+            results = self._images.encode(images, scored=any(map(_needs_scores, images)))
             made = self.streams.made()
         return [
             result if isinstance(result, Exception) else dataclasses.replace(result, made=made)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from worker.checkpoints import make_checkpoint
-from worker.model.gpu.compiling import answer, num_graphs, rows, runner_of, traced
+from worker.model.gpu.compiling import answer, images, num_graphs, rows, runner_of, traced
 
 from vlm_kernels import Activation
 from vlm_worker.model.gpu.compiled import OPTIONS, compile_layers, freeze
@@ -66,6 +66,22 @@ def test_each_class_is_compiled_once_and_answers_the_same(model_dir: Path) -> No
         torch.testing.assert_close(one, exact, atol=1e-4, rtol=1e-4)
     assert answer(runner) == want_answer
     assert all(part.is_compiled for part in parts)
+
+
+def test_scores_of_visual_tokens_compile_nothing(tmp_path: Path) -> None:
+    runner = runner_of(make_checkpoint(tmp_path / "qwen2_vl", "qwen2_vl"), CPU)
+    asked = images(runner.family, (112, 56))
+    encode = torch.inference_mode()(runner._images.encode)
+    want = encode(asked, scored=True)
+    parts = compile_layers(runner._model, traced)
+    rows(runner, WARM)
+    num_compiled = num_graphs()
+    got = encode(asked, scored=True)
+    assert num_graphs() == num_compiled
+    assert all(part.is_compiled for part in parts)
+    for one, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(one.rows, exact.rows, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(one.rankings.scores, exact.rankings.scores, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.full)])
