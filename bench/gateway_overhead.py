@@ -39,6 +39,7 @@ from vlm_worker.gateway.config import Config  # noqa: E402
 from vlm_worker.gateway.images import read_images  # noqa: E402
 from vlm_worker.gateway.prompts import PromptBuilder  # noqa: E402
 from vlm_worker.gateway.turns import at_once  # noqa: E402
+from vlm_worker.gateway.visual import VisualLimits, VisualPolicy  # noqa: E402
 from vlm_worker.types import (  # noqa: E402
     ImageItem,
     Request,
@@ -96,7 +97,8 @@ class Direct:
         if image is not None:
             parts.insert(0, ImagePart(data_url(image), "auto", ""))
         images = [part for part in parts if isinstance(part, ImagePart)]
-        self._images = at_once(read_images(images, Config(), language.family))
+        visual = VisualPolicy(VisualLimits(), language.family, tenant="", visual=None, messages=())
+        self._images = at_once(read_images(images, Config(), language.family, visual=visual))
         counts = [p.num_tokens for p in self._images if p is not None]
         self._prompt = language.chat([Message("user", tuple(parts))], counts)
 

@@ -3,14 +3,17 @@
 import json
 import pathlib
 
+import msgspec
 from hypothesis import given, settings
 
-from support.world import empty, service, specs
+from support.world import body, empty, service, specs
 from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Manifest
 from vlm_operator.pods.gateway import gateway_config
 from vlm_operator.reconcile.decisions import Options, plan_turn
+from vlm_worker.gateway.config import Config
+from vlm_worker.gateway.visual import TenantVisual, Tier, VisualLimits, problem_of
 from vlm_worker.settings import GatewaySettings, WorkerSettings, parse
 
 
@@ -49,7 +52,48 @@ def test_the_gateways_configuration_has_the_keys_of_the_contract():
     def keys(value: object) -> object:
         return {k: keys(v) for k, v in value.items()} if isinstance(value, dict) else None
 
-    written = keys(gateway_config(service()))
+    manifest = service_manifest(
+        {"policy": "Auto", "tenants": [{"name": "team-a", "visual": "Low"}]}
+    )
+    written = keys(gateway_config(service(manifest)))
     assert isinstance(written, dict)
     written["slo"]["overrides"] = keys(contract)["slo"]["overrides"]  # type: ignore[index]
     assert written == keys(contract)
+
+
+def service_manifest(visual: dict[str, object]) -> Manifest:
+    """A service with these visual limits."""
+    manifest: Manifest = body()
+    manifest["spec"]["model"]["limits"] = {"visual": visual}
+    return manifest
+
+
+def test_a_gateway_reads_the_visual_limits_that_the_operator_writes():
+    visual = {
+        "policy": "Auto",
+        "low": {"method": "Zip", "maxPixels": 200_704},
+        "medium": {"method": "Pool", "keepPercent": 50},
+        "classifier": "Words",
+        "maxTokensPerRequest": 4096,
+        "tenants": [{"name": "a", "visual": "Medium", "maxTokensPerRequest": 9}, {"name": "b"}],
+    }
+    written = json.dumps(gateway_config(service(service_manifest(visual))))
+    read = msgspec.json.decode(written, type=Config).limits.visual
+    assert problem_of(read) is None
+    assert read == VisualLimits(
+        policy="Auto",
+        low=Tier("Zip", 25, 200_704),
+        medium=Tier("Pool", 50),
+        classifier="Words",
+        max_tokens_per_request=4096,
+        tenants={"a": TenantVisual("medium", 9), "b": TenantVisual()},
+    )
+
+
+def test_a_service_without_visual_limits_has_the_file_of_earlier_releases():
+    assert "visual" not in gateway_config(service())["limits"]
+
+
+def test_the_defaults_of_a_gateway_are_the_operators():
+    written = json.dumps(gateway_config(service(service_manifest({}))))
+    assert msgspec.json.decode(written, type=Config).limits.visual == VisualLimits()

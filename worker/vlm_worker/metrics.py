@@ -75,6 +75,7 @@ ITL_SECONDS: Final = "triptych_itl_seconds"  # histogram
 WAKE_WAIT_SECONDS: Final = "triptych_wake_wait_seconds"  # histogram
 OUTPUT_TOKENS_TOTAL: Final = "triptych_output_tokens_total"  # counter
 VISUAL_TOKENS_TOTAL: Final = "triptych_visual_tokens_total"  # counter
+IMAGE_TIERS_TOTAL: Final = "triptych_image_tiers_total"  # counter {tier}
 VISUAL_TOKENS_PER_REQUEST: Final = "triptych_visual_tokens_per_request"  # histogram
 IMAGES_TOTAL: Final = "triptych_images_total"  # counter
 # counter {outcome}: ok, invalid, rejected, cancelled, error

@@ -38,6 +38,41 @@ class OnOversize(enum.StrEnum):
     REJECT = "Reject"
 
 
+class VisualPolicy(enum.StrEnum):
+    """What decides how many visual tokens an image gets."""
+
+    OFF = "Off"
+    DETAIL = "Detail"
+    AUTO = "Auto"
+
+
+class VisualDefault(enum.StrEnum):
+    """The values of the request field `visual`."""
+
+    OFF = "Off"
+    LOW = "Low"
+    MEDIUM = "Medium"
+    HIGH = "High"
+    AUTO = "Auto"
+
+
+class TierMethod(enum.StrEnum):
+    """Which visual tokens a tier keeps."""
+
+    NONE = "None"
+    DIVERSE = "Diverse"
+    ZIP = "Zip"
+    MERGE = "Merge"
+    POOL = "Pool"
+
+
+class QuestionClassifier(enum.StrEnum):
+    """How the class of a question is found."""
+
+    LEARNED = "Learned"
+    WORDS = "Words"
+
+
 class OnCorrupt(enum.StrEnum):
     """The handling of a request with an image that cannot be decoded."""
 

@@ -20,6 +20,7 @@ from vlm_operator.api.base import (
 )
 from vlm_operator.api.enums import ClaimAccess, DType, KvDType, OnCorrupt, OnOversize
 from vlm_operator.api.pod_template import PodTemplate
+from vlm_operator.api.visual import Visual
 
 ModelUri = Annotated[str, Field(min_length=1, max_length=512)]
 ServedName = Annotated[
@@ -55,6 +56,11 @@ class Limits(Model):
         OnCorrupt.REJECT,
         "An image that cannot be decoded refuses the request with a 400, or is left out.",
         example="Reject",
+    )
+    visual: Visual | None = field(
+        None,
+        "How many visual tokens images get (docs/visual-tokens.md).",
+        unset="all that the model makes",
     )
     video_seconds: int = field(
         0, "Seconds of video in one request; 0 refuses all.", example=0, ge=0, le=600

@@ -7,6 +7,7 @@ from typing import Any
 from vlm_operator import names
 from vlm_operator.api import VLMService, quantity
 from vlm_operator.api.gateway import Gateway
+from vlm_operator.api.visual import Visual, VisualTier
 from vlm_operator.names import Role
 from vlm_operator.pods.overlay import with_overlay
 from vlm_operator.pods.parts import (
@@ -134,6 +135,33 @@ def _limit_arguments(gateway: Gateway) -> list[str]:
     return [f"{flag}={value}" for flag, value in flags.items() if value is not None]
 
 
+def _visual(visual: Visual) -> dict[str, Any]:
+    """Return `limits.visual` of gateway.json."""
+    return {
+        "policy": visual.policy.value,
+        "low": _tier(visual.low, keep_percent=25),
+        "medium": _tier(visual.medium, keep_percent=50),
+        "classifier": visual.classifier.value,
+        "max_tokens_per_request": visual.max_tokens_per_request,
+        "tenants": {
+            tenant.name: {
+                "visual": None if tenant.visual is None else tenant.visual.value.lower(),
+                "max_tokens_per_request": tenant.max_tokens_per_request,
+            }
+            for tenant in visual.tenants
+        },
+    }
+
+
+def _tier(tier: VisualTier, *, keep_percent: int) -> dict[str, Any]:
+    """Return a tier; `keep_percent` is its default."""
+    return {
+        "method": tier.method.value,
+        "keep_percent": tier.keep_percent or keep_percent,
+        "max_pixels": tier.max_pixels,
+    }
+
+
 def gateway_config(service: VLMService) -> dict[str, Any]:
     """Return the settings that the gateway applies without a restart.
 
@@ -160,6 +188,7 @@ def gateway_config(service: VLMService) -> dict[str, Any]:
             "on_oversize": limits.on_oversize.value,
             "on_corrupt": limits.on_corrupt.value,
             "video_seconds": limits.video_seconds,
+            **({} if limits.visual is None else {"visual": _visual(limits.visual)}),
         },
         "max_model_len_tokens": spec.model.max_model_len,
         "on_demand": "InlineAtPrefill" if zero is None else zero.while_at_zero.value,

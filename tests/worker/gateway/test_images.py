@@ -13,8 +13,10 @@ from vlm_worker.gateway.api.requests import ImagePart
 from vlm_worker.gateway.config import Config, Limits, Media
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.turns import at_once
+from vlm_worker.gateway.visual import VisualLimits, VisualPolicy
 
 FAMILY = load_family(MODEL)
+PLAIN = VisualPolicy(VisualLimits(), FAMILY, tenant="", visual=None, messages=())
 
 
 def read(
@@ -22,7 +24,7 @@ def read(
 ) -> RequestImage:
     config = Config(limits=Limits(**limits))  # type: ignore[arg-type]
     part = ImagePart(data_url(data, kind), detail, "here")  # type: ignore[arg-type]
-    (image,) = at_once(read_images([part], config, FAMILY))
+    (image,) = at_once(read_images([part], config, FAMILY, visual=PLAIN))
     assert image is not None
     return image
 
@@ -61,7 +63,7 @@ def test_more_bytes_than_allowed_are_refused_before_they_are_decoded() -> None:
 def test_a_broken_image_is_left_out_where_the_service_says_so() -> None:
     parts = [ImagePart(data_url(data), "auto", "x") for data in (png(), png()[:30])]
     config = Config(limits=Limits(on_corrupt="Skip"))
-    found = at_once(read_images(parts, config, FAMILY))
+    found = at_once(read_images(parts, config, FAMILY, visual=PLAIN))
     assert found[0] is not None
     assert found[1] is None
 
@@ -75,7 +77,7 @@ def test_an_allowed_domain_is_told_that_fetching_is_not_built() -> None:
         "http://good.example@evil.example/",
     ):
         with pytest.raises(ApiError) as refused:
-            at_once(read_images([ImagePart(url, "auto", "here")], config, FAMILY))
+            at_once(read_images([ImagePart(url, "auto", "here")], config, FAMILY, visual=PLAIN))
         codes.append(refused.value.code)
     assert codes == ["image_fetch_unsupported", "image_url_not_allowed", "image_url_not_allowed"]
 
@@ -89,7 +91,9 @@ def test_the_content_says_which_format_it_is_whatever_the_url_says(form: str) ->
 def test_too_many_images_are_told_where_the_limit_is_set() -> None:
     parts = [ImagePart(data_url(png()), "auto", str(i)) for i in range(3)]
     with pytest.raises(ApiError, match="up to 2 images a request, this one has 3") as refused:
-        at_once(read_images(parts, Config(limits=Limits(images_per_request=2)), FAMILY))
+        at_once(
+            read_images(parts, Config(limits=Limits(images_per_request=2)), FAMILY, visual=PLAIN)
+        )
     assert refused.value.param == "2"
     assert "model.limits.imagesPerRequest" in refused.value.message
     assert "--images-per-request" in refused.value.message

@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from vlm_worker.gateway.visual import VisualLimits, problem_of
 from vlm_worker.types import Modality
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True):
     on_oversize: Literal["Downscale", "Reject"] = "Downscale"
     on_corrupt: Literal["Reject", "Skip"] = "Reject"
     video_seconds: int = 0
+    visual: VisualLimits = VisualLimits()
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -132,6 +134,8 @@ class ConfigWatcher:
         if digest == self.now.config_hash:
             return
         config = msgspec.json.decode(raw, type=Config)
+        if problem := problem_of(config.limits.visual):
+            raise msgspec.ValidationError(problem)
         self.now = dataclasses.replace(self.now, config=config, config_hash=digest)
         logger.info("settings applied", extra={"config_hash": digest})
 

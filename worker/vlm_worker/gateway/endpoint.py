@@ -139,7 +139,8 @@ class Endpoint:
             held.prepared(prepared.num_bytes)
             writer = self._writer(response, options, prepared, trace)
             images = prepared.images
-            context.meters.record_images(len(images), sum(image.num_tokens for image in images))
+            tiers = [image.choice.tier for image in images]
+            context.meters.record_images(tiers, sum(image.num_tokens for image in images))
             choices = exchange.choices = Choices(
                 context, prepared, options.num_choices, writer=writer, trace=trace, ticket=ticket
             )

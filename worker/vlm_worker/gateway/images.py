@@ -16,13 +16,15 @@ import msgspec
 import pybase64
 import xxhash
 
-from vlm_worker.core.families import Family
+from vlm_worker.core.families import Family, Geometry
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.requests import ImagePart
 from vlm_worker.gateway.config import Config, Limits
 from vlm_worker.gateway.turns import Steps
+from vlm_worker.gateway.visual import Choice, VisualPolicy
 from vlm_worker.media.image_header import MIME_TYPES, ImageHeader, ImageLimits, read_header
+from vlm_worker.reduction import Reduction
 
 _NO_IMAGES: Mapping[str, memoryview] = {}
 _PREFIX = re.compile(rb"data:(image/[a-z0-9.+-]{1,32});base64,")
@@ -50,6 +52,11 @@ class RequestImage:
     max_pixels: int
     digest: bytes
     path: str
+    choice: Choice
+
+    @property
+    def reduction(self) -> Reduction | None:
+        return self.choice.reduction
 
 
 def read_images(
@@ -57,6 +64,8 @@ def read_images(
     config: Config,
     family: Family,
     images: Mapping[str, memoryview] = _NO_IMAGES,
+    *,
+    visual: VisualPolicy,
 ) -> Steps[tuple[RequestImage | None, ...]]:
     """Check every image and count its tokens. Fetches nothing and decodes no pixels.
 
@@ -77,13 +86,20 @@ def read_images(
         )
     images_read = []
     for index, part in enumerate(parts):
-        images_read.append((yield from _read(index, part, config, family, images.get(part.url))))
+        choice = visual.of(part)
+        taken_out = images.get(part.url)
+        images_read.append((yield from _read(index, part, config, family, taken_out, choice)))
         yield
     return tuple(images_read)
 
 
 def _read(
-    index: int, part: ImagePart, config: Config, family: Family, taken_out: memoryview | None
+    index: int,
+    part: ImagePart,
+    config: Config,
+    family: Family,
+    taken_out: memoryview | None,
+    choice: Choice,
 ) -> Steps[RequestImage | None]:
     mime_type, data, digest = yield from _bytes_of(part, config, taken_out)
     limits = config.limits
@@ -100,7 +116,7 @@ def _read(
         if error.code == "invalid_image" and limits.on_corrupt == "Skip":
             return None
         raise invalid(_sentence(error), param=part.path, code=error.code) from error
-    max_pixels = _cap(part, header, limits, family)
+    max_pixels = _cap(part, header, limits, choice.max_pixels)
     try:
         geometry = family.geometry(header.height, header.width, max_pixels=max_pixels)
     except InvalidRequestError as error:
@@ -110,20 +126,29 @@ def _read(
         format=header.format,
         width=header.width,
         height=header.height,
-        num_tokens=geometry.num_tokens,
+        num_tokens=_num_tokens(family, geometry, choice),
         max_pixels=max_pixels,
         digest=digest,
         path=part.path,
+        choice=choice,
     )
 
 
-def _cap(part: ImagePart, header: ImageHeader, limits: Limits, family: Family) -> int:
-    """Return the limit on the pixels that the model sees; 0 = the model's maximum.
+def _num_tokens(family: Family, geometry: Geometry, choice: Choice) -> int:
+    """Return the visual tokens that the prompt gets."""
+    if choice.reduction is None:
+        return geometry.num_tokens
+    num_tokens = family.num_tokens(geometry.grid_thw, choice.reduction)
+    assert num_tokens is not None, "a geometry has a patch grid"
+    return num_tokens
+
+
+def _cap(part: ImagePart, header: ImageHeader, limits: Limits, cap: int) -> int:
+    """Return the limit on the pixels that the model sees, at most `cap`; 0 = the model's maximum.
 
     Raises:
         ApiError: 400 if the image is too large and `on_oversize` is Reject.
     """
-    cap = family.max_pixels_of(part.detail)
     if header.width * header.height <= limits.pixels_per_image:
         return cap
     if limits.on_oversize == "Reject":

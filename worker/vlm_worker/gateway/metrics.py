@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,6 +21,7 @@ from vlm_worker import metrics
 from vlm_worker.core.measurements import Buckets, Histogram, Rates
 from vlm_worker.core.process_memory import HOST_MEMORY_METRICS, HostMemory, ProcessMemory
 from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
+from vlm_worker.gateway.visual import TIERS
 from vlm_worker.metrics import COUNTER, GAUGE, SECONDS_BUCKETS, STAGE_BUCKETS, Metric, families
 from vlm_worker.types import STAGES, Modality
 from vlm_worker.wire.identity_store import IDENTITY_METRICS, IdentityStore
@@ -44,6 +45,7 @@ class GatewayMetrics:
         self.num_requests = 0
         self.num_images = 0
         self.num_visual_tokens = 0
+        self.image_tiers: Counter[str] = Counter(dict.fromkeys(TIERS, 0))
         self.memory = memory or MemoryBudget(0)
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.refusals = Counter(dict.fromkeys(Bound, 0))
@@ -58,12 +60,13 @@ class GatewayMetrics:
         """Add the metrics of the declared and of the resident memory of this process."""
         self._host = lambda: HostMemory(memory, resident())
 
-    def record_images(self, num_images: int, num_visual_tokens: int) -> None:
-        """Record the images of a request that goes to the workers."""
-        if num_images == 0:
+    def record_images(self, tiers: Sequence[str], num_visual_tokens: int) -> None:
+        """Record the images of a request that goes to the workers, each by its tier."""
+        if not tiers:
             return
         self._num_image_requests += 1
-        self.num_images += num_images
+        self.num_images += len(tiers)
+        self.image_tiers.update(tiers)
         self.num_visual_tokens += num_visual_tokens
         self._visual_tokens.add(num_visual_tokens)
 
@@ -225,6 +228,8 @@ _METRICS: Final[tuple[Metric[_Page], ...]] = (
            lambda page: page.metrics.num_images),
     Metric(metrics.VISUAL_TOKENS_TOTAL, COUNTER, "Visual tokens in requests.",
            lambda page: page.metrics.num_visual_tokens),
+    Metric(metrics.IMAGE_TIERS_TOTAL, COUNTER, "Images in requests, by tier of visual tokens.",
+           lambda page: page.metrics.image_tiers, label="tier"),
     Metric(metrics.GATEWAY_REFUSED_TOTAL, COUNTER, "Requests refused, by limit.",
            lambda page: page.metrics.refusals, label="bound"),
     Metric(metrics.GATEWAY_MEMORY_BYTES, GAUGE, "Bytes that requests hold.",

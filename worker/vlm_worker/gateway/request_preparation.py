@@ -31,6 +31,7 @@ from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.turns import Steps, Turns
+from vlm_worker.gateway.visual import VisualPolicy, check_visual_tokens
 from vlm_worker.types import SamplingParams
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
@@ -71,22 +72,28 @@ class Preparer:
         """
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
-            chat, images = await self.turns.run(self._read_chat(body, config, held))
+            chat, images = await self.turns.run(self._read_chat(body, config, held, tenant))
             return await self.chat(chat, images, config, **ids), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
         return await self.completion(completion, config, **ids), completion.options
 
     def _read_chat(
-        self, body: BodyBytes, config: Config, held: MemoryReservation
+        self, body: BodyBytes, config: Config, held: MemoryReservation, tenant: str
     ) -> Steps[tuple[ChatRequest, tuple[RequestImage | None, ...]]]:
         parsed = yield from read_json(body, held.decode)
         request = yield from parse_chat(parsed.value)
         _check_urls(parsed, request.images)
         self.check_model(request.options.model)
-        images = yield from read_images(
-            request.images, config, self.prompt_builder.family, parsed.images
+        limits, family = config.limits.visual, self.prompt_builder.family
+        visual = VisualPolicy(
+            limits, family, tenant=tenant, visual=request.visual, messages=request.messages
         )
+        images = yield from read_images(
+            request.images, config, family, parsed.images, visual=visual
+        )
+        num_visual = sum(image.num_tokens for image in images if image is not None)
+        check_visual_tokens(num_visual, limits, tenant=tenant)
         return request, images
 
     async def chat(

@@ -120,12 +120,17 @@ class Family:
         self.check_reducible()
         return reduction.num_tokens(cells_of(grid_thw, num_tokens))
 
-    def check_reducible(self) -> None:
-        """Raise InvalidRequestError if visual tokens of this family cannot be reduced.
+    @property
+    def is_reducible(self) -> bool:
+        """Whether a prompt may have fewer visual tokens than the encoder makes.
 
         A kept token keeps its row and column, which only M-RoPE has.
         """
-        if self.spec.positions != "mrope" or self.spec.bidirectional_spans:
+        return self.spec.positions == "mrope" and not self.spec.bidirectional_spans
+
+    def check_reducible(self) -> None:
+        """Raise InvalidRequestError if visual tokens of this family cannot be reduced."""
+        if not self.is_reducible:
             raise InvalidRequestError(
                 f"visual tokens of {self.model_type} cannot be reduced: its positions have no rows "
                 "and columns",

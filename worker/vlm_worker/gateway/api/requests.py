@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from vlm_worker.annotations import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY
 from vlm_worker.core.families import Detail
@@ -24,6 +24,7 @@ MAX_TEXT = 4 * 2**20
 MAX_URL = 64 * 2**20  # the body's own limit is smaller
 
 ChatRole = Literal["system", "user", "assistant"]
+Visual = Literal["off", "low", "medium", "high", "auto"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,6 +231,7 @@ class Options:
 class ChatRequest:
     options: Options
     messages: tuple[Message, ...]
+    visual: Visual | None = None
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -252,8 +254,10 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
         raise fields.missing("messages")
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
     options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
+    visual = fields.choice("visual", get_args(Visual))
     fields.done()
-    return ChatRequest(options, (yield from _messages(messages)))
+    parsed = yield from _messages(messages)
+    return ChatRequest(options, parsed, cast(Visual | None, visual))
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:

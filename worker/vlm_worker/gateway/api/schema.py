@@ -223,6 +223,11 @@ CHAT: Final = (
     ),
     _supported("logprobs", "of the answer's tokens; see below"),
     _supported("top_logprobs", "0 to 20; only with `logprobs`"),
+    _supported(
+        "visual",
+        "`off`, `low`, `medium`, `high` or `auto`: visual tokens of images of `detail: auto`, if "
+        "the service allows it (docs/visual-tokens.md)",
+    ),
     _neutral("modalities", "answers are text", (["text"],)),
     _neutral("response_format", "constrained output is not built", ({"type": "text"},)),
     _neutral("service_tier", "there is one tier", ("auto", "default")),

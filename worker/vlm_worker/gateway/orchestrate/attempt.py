@@ -359,6 +359,7 @@ class Encoding:
                     num_tokens=image.num_tokens,
                     max_pixels=image.max_pixels,
                     format=image.format,
+                    reduction=image.reduction,
                 )
                 for transfer_id, image in zip(self.transfer_ids, self._prepared.images, strict=True)
             ),

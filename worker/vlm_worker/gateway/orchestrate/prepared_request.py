@@ -134,7 +134,13 @@ def build_request(
         num_prompt_tokens=len(prompt.token_ids),
         sampling=prepared.sampling,
         items=tuple(
-            ImageItem(items[i].image_key, offset, items[i].num_tokens, items[i].grid_thw)
+            ImageItem(
+                items[i].image_key,
+                offset,
+                items[i].num_tokens,
+                items[i].grid_thw,
+                prepared.images[i].reduction,
+            )
             for i, offset in zip(kept, prompt.offsets, strict=True)
         ),
         cache_salt=prepared.cache_salt,

@@ -1,0 +1,232 @@
+"""Decides how many visual tokens each image of a request gets, and by which policy. Pure.
+
+    detail of the part ─▶ `visual` of the request ─▶ the tenant's ─▶ the service's policy
+        low, high,           off, low, medium,         as `visual`     Detail: nothing more
+        original             high, auto                                Auto: the question's class
+
+The first of them that says something decides. The result depends on the header of an image and the
+texts of the request alone, so it is known before an image is sent, and each retry has the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Final, Literal, assert_never
+
+import msgspec
+
+from vlm_worker.core.families import Family
+from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart, Visual
+from vlm_worker.gateway.question_class import QuestionClass, classify
+from vlm_worker.reduction import POOL_BLOCKS, Method, Reduction
+
+Policy = Literal["Off", "Detail", "Auto"]
+TierMethod = Literal["None", "Diverse", "Zip", "Merge", "Pool"]
+
+CLASS_METHODS: Final = {
+    QuestionClass.ATTRIBUTE: Method.ZIP,
+    QuestionClass.LOCATE: Method.ZIP,
+    QuestionClass.READ: Method.DIVERSE,
+}
+"""What Auto does with an image, by class of the question; `bench/visual_tokens.py` measures it."""
+CLASSES_OF_LESS_PIXELS: Final = frozenset({QuestionClass.COUNT, QuestionClass.CELL})
+"""Counting needs every cell, but few pixels. All other classes get the whole image."""
+
+
+TIERS: Final = ("native", "low", "medium", *(one.value for one in QuestionClass))
+"""Every value of `Choice.tier`."""
+
+
+class Tier(msgspec.Struct, frozen=True):
+    """How a tier reduces an image: fewer pixels before the encoder, fewer tokens after it."""
+
+    method: TierMethod = "Diverse"
+    keep_percent: int = 25
+    max_pixels: int | None = None
+
+    @property
+    def reduction(self) -> Reduction | None:
+        if self.method == "None":
+            return None
+        return Reduction(Method(self.method.lower()), self.keep_percent * 10)
+
+
+class TenantVisual(msgspec.Struct, frozen=True):
+    """A tenant's default for requests without `visual`, and its own limit; None: the service's."""
+
+    visual: Visual | None = None
+    max_tokens_per_request: int | None = None
+
+
+class VisualLimits(msgspec.Struct, frozen=True):
+    """`model.limits.visual` of a VLMService, in gateway.json."""
+
+    policy: Policy = "Off"
+    low: Tier = Tier()
+    medium: Tier = Tier(keep_percent=50)
+    classifier: Literal["Learned", "Words"] = "Learned"
+    max_tokens_per_request: int | None = None
+    tenants: dict[str, TenantVisual] = {}
+
+    def max_tokens_of(self, tenant: str) -> int | None:
+        """The limit on visual tokens of one request."""
+        own = self.tenants.get(tenant, TenantVisual()).max_tokens_per_request
+        return self.max_tokens_per_request if own is None else own
+
+
+class Why(enum.StrEnum):
+    """What decided on an image."""
+
+    OFF = "off"
+    DETAIL = "detail"
+    REQUEST = "request"
+    TENANT = "tenant"
+    CLASS = "class"
+    DEFAULT = "default"
+    FAMILY = "family"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """The decision on one image; `max_pixels` 0 is the model's maximum, no `reduction` all tokens.
+
+    `tier` is `native`, `low`, `medium`, or the class of the question.
+    """
+
+    max_pixels: int = 0
+    reduction: Reduction | None = None
+    tier: str = "native"
+    why: Why = Why.DEFAULT
+
+
+class VisualPolicy:
+    """The decisions on the images of one request."""
+
+    def __init__(
+        self,
+        limits: VisualLimits,
+        family: Family,
+        *,
+        tenant: str,
+        visual: Visual | None,
+        messages: Sequence[Message],
+    ) -> None:
+        """`visual` is the field of the request.
+
+        Raises:
+            ApiError: 400; the service or the model does not reduce, and the request asks for it.
+        """
+        self._limits, self._family = limits, family
+        self._reducible = family.is_reducible
+        if visual in ("low", "medium", "auto"):
+            self._check_allowed(visual)
+        self._asked, self._why = visual, Why.REQUEST
+        if visual is None:
+            self._asked, self._why = self._default(tenant)
+        self._visual = visual
+        self._texts = [_text(message) for message in messages if message.role == "user"]
+
+    def of(self, part: ImagePart) -> Choice:
+        """The decision on one image of the request.
+
+        Raises:
+            ApiError: 400; the image asks for every detail, and the request for fewer tokens.
+        """
+        low_pixels = self._family.max_pixels_of(part.detail)
+        if self._limits.policy == "Off":
+            tier = "low" if part.detail == "low" else "native"
+            return Choice(low_pixels, tier=tier, why=Why.OFF)
+        if part.detail == "original" and self._visual in ("low", "medium"):
+            raise invalid(
+                f"'detail': 'original' asks for the whole image, and 'visual': '{self._visual}' "
+                "for fewer visual tokens: leave one of them out.",
+                param=f"{part.path}.detail",
+            )
+        if not self._reducible:
+            return Choice(low_pixels, tier="native", why=Why.FAMILY)
+        if part.detail == "low":
+            return self._tier("low", Why.DETAIL)
+        if part.detail in ("high", "original"):
+            return Choice(why=Why.DETAIL)
+        match self._asked:
+            case None:
+                return Choice()
+            case "off" | "high":
+                return Choice(why=self._why)
+            case "low" | "medium":
+                return self._tier(self._asked, self._why)
+            case "auto":
+                return self._of_class()
+            case _:
+                assert_never(self._asked)
+
+    def _default(self, tenant: str) -> tuple[Visual | None, Why]:
+        own = self._limits.tenants.get(tenant, TenantVisual()).visual
+        if own is not None:
+            return own, Why.TENANT
+        return ("auto" if self._limits.policy == "Auto" else None), Why.DEFAULT
+
+    def _tier(self, name: Literal["low", "medium"], why: Why) -> Choice:
+        tier = self._limits.low if name == "low" else self._limits.medium
+        return Choice(tier.max_pixels or 0, tier.reduction, name, why)
+
+    def _of_class(self) -> Choice:
+        """What the class of the question needs, with the share of the low tier."""
+        found = classify(self._texts, method=self._limits.classifier).question_class
+        if found in CLASSES_OF_LESS_PIXELS:
+            return Choice(self._family.max_pixels_of("low"), None, found.value, Why.CLASS)
+        method = CLASS_METHODS.get(found)
+        if method is None:
+            return Choice(tier=found.value, why=Why.CLASS)
+        permille = self._limits.low.keep_percent * 10
+        return Choice(0, Reduction(method, permille), found.value, Why.CLASS)
+
+    def _check_allowed(self, visual: Visual) -> None:
+        if self._limits.policy == "Off":
+            raise invalid(
+                f"'visual': '{visual}' asks for fewer visual tokens; this service reduces none. "
+                "Its operator allows it: model.limits.visual.policy of a VLMService.",
+                param="visual",
+                code="unsupported_parameter",
+            )
+        if not self._reducible:
+            raise invalid(
+                f"'visual': '{visual}' asks for fewer visual tokens; those of this model's family, "
+                f"{self._family.model_type}, cannot be reduced.",
+                param="visual",
+                code="unsupported_parameter",
+            )
+
+
+def check_visual_tokens(num_tokens: int, limits: VisualLimits, *, tenant: str) -> None:
+    """Raise ApiError (400) if the images of a request have too many visual tokens together."""
+    maximum = limits.max_tokens_of(tenant)
+    if maximum is not None and num_tokens > maximum:
+        raise too_many_visual_tokens(num_tokens, maximum)
+
+
+def too_many_visual_tokens(num_tokens: int, maximum: int) -> ApiError:
+    return invalid(
+        f"The images have {num_tokens} visual tokens; one request may have {maximum}: send fewer "
+        "or smaller images. The service's operator sets the limit: "
+        "model.limits.visual.maxTokensPerRequest of a VLMService.",
+        param="messages",
+        code="too_many_visual_tokens",
+    )
+
+
+def _text(message: Message) -> str:
+    return "\n".join(part.text for part in message.parts if isinstance(part, TextPart))
+
+
+def problem_of(limits: VisualLimits) -> str | None:
+    """Why these limits cannot apply, or None."""
+    for name, tier in (("low", limits.low), ("medium", limits.medium)):
+        if not 1 <= tier.keep_percent <= 100:
+            return f"limits.visual.{name}.keep_percent is {tier.keep_percent}, not 1 to 100"
+        if tier.method == "Pool" and tier.keep_percent * 10 not in POOL_BLOCKS:
+            return f"limits.visual.{name}: Pool keeps 50 or 25 percent, not {tier.keep_percent}"
+    return None
