@@ -39,7 +39,7 @@ class Parallelism(Model):
 
 
 class KvCache(Model):
-    """The memory of the KV cache. Prefill and decode only."""
+    """The KV cache and its prefix cache. Prefill and decode only."""
 
     memory_percent: int | None = field(
         None,
@@ -57,6 +57,15 @@ class KvCache(Model):
         unset="the worker's own",
         ge=0,
         le=50,
+    )
+    visual_percent: int | None = field(
+        None,
+        "Share of the cached KV blocks that images may have, in percent. "
+        "Beyond it, their oldest block is evicted first.",
+        example=50,
+        unset="100: by last use alone",
+        ge=0,
+        le=100,
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -159,7 +168,7 @@ class Pool(Model):
         ..., "The number of replicas, and how it is decided.", restarts=Restarts.NONE
     )
     kv: KvCache | None = field(
-        None, "Memory of the KV cache; prefill and decode only.", restarts=Restarts.PODS
+        None, "The KV cache; prefill and decode only.", restarts=Restarts.PODS
     )
     drain: Drain = field(Drain(), "How pods end.", restarts=Restarts.NONE)
     disruption: Disruption = field(

@@ -128,6 +128,8 @@ def _kv_arguments(kv: KvCache | None) -> list[str]:
         arguments.append(f"--kv-memory-percent={kv.memory_percent}")
     if kv.reserve_percent is not None:
         arguments.append(f"--kv-reserve-percent={kv.reserve_percent}")
+    if kv.visual_percent is not None:
+        arguments.append(f"--kv-visual-percent={kv.visual_percent}")
     return arguments
 
 

@@ -91,9 +91,10 @@ class Simulation:
         whole_images: bool = False,
         long_prefill_tokens: int | None = None,
         max_pending_blocks: int | None = None,
+        visual_percent: int = 100,
         settings: AdmissionSettings | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE)
+        self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE, visual_percent=visual_percent)
         self.batch = PersistentBatch(
             max_num_seqs,
             max_model_len=MAX_MODEL_LEN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 from typing import Any
@@ -158,6 +159,40 @@ async def test_the_states_of_kv_add_up_to_the_capacity_at_every_moment(start: An
             assert kv is not None
             states = kv.running_tokens + kv.reserved_tokens + kv.cached_tokens + kv.free_tokens
             assert states == kv.capacity_tokens
+
+
+async def test_blocks_of_an_image_that_a_peer_sent_are_counted_as_visual(start: Any) -> None:
+    engine: Engine = start()
+    request = about_image()
+    await engine.reserve(request.key, 9)
+    await engine.receive(request)
+    await engine.import_blocks(request.key, 0, memoryview(bytes(2 * 32)))
+    await engine.release(request.key)
+    kv = engine.stats().kv
+    assert kv is not None
+    assert (kv.cached_tokens, kv.visual_cached_tokens) == (8, 8)
+
+
+@pytest.mark.parametrize(("percent", "num_text", "num_visual"), [(0, 3, 2), (100, 4, 1)])
+async def test_evicted_blocks_are_counted_by_kind(
+    start: Any, percent: int, num_text: int, num_visual: int
+) -> None:
+    engine: Engine = start(ChecksumRunner(17), kv_visual_percent=percent)
+    await events(engine.submit_prefill(text("older", length=16, max_tokens=1), for_peer=False))
+    _ = [event async for event in engine.encode(about_image("newer").key, [IMAGE])]
+    await events(engine.submit_prefill(about_image("newer"), for_peer=False))
+    await engine.cancel(about_image("newer").key)
+    kv = engine.stats().kv
+    assert kv is not None
+    assert (kv.cached_tokens, kv.visual_cached_tokens) == (24, 8)
+    long = dataclasses.replace(
+        text("long", length=60, max_tokens=1), token_ids=tuple(range(100, 160))
+    )
+    assert len(tokens(await events(engine.submit_prefill(long, for_peer=False)))) == 1
+    kv = engine.stats().kv
+    assert kv is not None
+    assert (kv.text_evictions, kv.visual_evictions) == (num_text, num_visual)
+    assert kv.visual_cached_tokens == 8 - 4 * num_visual
 
 
 async def test_a_busy_engine_that_answers_commands_counts_anew_only_now_and_then(

@@ -25,6 +25,7 @@ from vlm_worker.settings.options import (
     PERCENT,
     PORT,
     SECONDS,
+    SHARE,
     TEXT,
     Kind,
     options_of,
@@ -47,7 +48,8 @@ T = TypeVar("T")
 CONTRACT_WORKER = [
     "--model=/models/model", "--served-name=demo", "--model-revision=abc", "--bind=10.0.0.7",
     "--grpc-port=9000", "--http-port=9001", "--block-size=64", "--dtype=auto", "--kv-dtype=auto",
-    "--kv-memory-bytes=1000000", "--kv-reserve-percent=5", "--max-model-len=4096",
+    "--kv-memory-bytes=1000000", "--kv-reserve-percent=5", "--kv-visual-percent=50",
+    "--max-model-len=4096",
     "--drain-timeout-seconds=600", "--compat=c0ffee",
 ]  # fmt: skip
 CONTRACT_GATEWAY = [
@@ -117,6 +119,7 @@ WRONG = {
     "a port that is none": (["decode", *CONTRACT_WORKER, "--grpc-port=70000"], "--grpc-port"),
     "two kv memories": (["decode", *CONTRACT_WORKER, "--kv-memory-percent=5"], "not allowed with"),
     "a percentage too high": (["decode", *CONTRACT_WORKER, "--kv-reserve-percent=99"], "0 to 95"),
+    "a share too high": (["decode", *CONTRACT_WORKER, "--kv-visual-percent=101"], "0 to 100"),
     "an unknown delay": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=nap=3"], "kv_transfer"),
     "a delay too long": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=media=99999"], "60000"),
     "a hub model without revision": (HF, "--model-revision"),
@@ -154,6 +157,7 @@ def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
         PATH: st.sampled_from(["/mem", "a/b"]).map(Path),
         PORT: st.integers(0, MAX_PORT),
         PERCENT: st.integers(0, 95),
+        SHARE: st.integers(0, 100),
         SECONDS: st.floats(0, 86400),
         SCALED_TIMERS: st.floats(0.01, 1.0).map(PRODUCTION.scaled),
         STAGE_LIST: st.frozensets(st.sampled_from(Stage), min_size=1),

@@ -4,6 +4,7 @@
     ref = 0   in the free list, least recently used first:
                   without a hash -> at the head, taken first
                   with a hash    -> cached: a prefix hit reuses it, `take` evicts it
+                                    visual: an image is in its tokens, or before them in its chain
     reserved  a number of free blocks for a reservation; no block is chosen yet
 
 Laws (reference: vLLM's block pool; tests/worker/core/test_kv_cache.py checks each of them):
@@ -16,6 +17,8 @@ Laws (reference: vLLM's block pool; tests/worker/core/test_kv_cache.py checks ea
     K6  a block with wrong KV is never published; if it was, it is removed from the prefix cache
     K7  of two cached blocks of one chain, the later is evicted first: each cached block can be hit
     K8  an image enters a hash by its image key, never by its placeholders alone (`hash_block`)
+    K9  while visual blocks exceed their share of the cached ones, the oldest of them is evicted
+        first. If none exceeds 100 %, the order is that of least recent use (ADR 0036)
 """
 
 from __future__ import annotations
@@ -33,17 +36,26 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """A fixed number of KV blocks, ref-counted, with an index of prefix hashes."""
+    """A fixed number of KV blocks, ref-counted, with an index of prefix hashes.
 
-    def __init__(self, num_blocks: int, *, block_size: int) -> None:
+    `visual_percent` is the share of the cached blocks that visual ones may have (K9).
+    """
+
+    def __init__(self, num_blocks: int, *, block_size: int, visual_percent: int = 100) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.visual_percent = visual_percent
         self.num_reserved = 0
         self.num_cached = 0  # free blocks with a hash
         self.num_evictions = 0  # cached blocks that were taken for other content
+        self.num_visual_evictions = 0  # of them, visual ones
         self.num_gains = 0  # events that may let a refused `take` succeed: freed or published
         self._ref = [0] * num_blocks
-        self._free = collections.OrderedDict.fromkeys(range(1, num_blocks))
+        self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(
+            range(1, num_blocks)
+        )
+        self._visual: set[int] = set()  # visual blocks with a hash
+        self._cached_visual: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
 
@@ -63,6 +75,11 @@ class BlockPool:
         return self.capacity - self.num_free
 
     @property
+    def num_cached_visual(self) -> int:
+        """Cached blocks that are visual."""
+        return len(self._cached_visual)
+
+    @property
     def num_available(self) -> int:
         """Free blocks that are not reserved."""
         return self.num_free - self.num_reserved
@@ -79,7 +96,7 @@ class BlockPool:
         """Take `count` new blocks and a reference to each of `shared`: all or nothing.
 
         Args:
-            count: new blocks; cached ones are evicted, least recently used first.
+            count: new blocks; cached ones are evicted, least recently used first (but see K9).
             shared: blocks of a prefix hit, from `match` in the same turn.
             reserved: size of the caller's reservation, which this call ends.
             keep: blocks that must stay available afterwards.
@@ -114,6 +131,8 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
             else:
                 self.num_cached += 1
+                if block in self._visual:
+                    self._cached_visual[block] = None
 
     def reserve(self, count: int, *, keep: int = 0) -> bool:
         """Reserve `count` blocks; False if fewer than `count + keep` are available."""
@@ -140,53 +159,82 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Add a full block with written KV to the prefix cache. The first block of a hash stays."""
+    def publish(self, block: int, block_hash: bytes, *, is_visual: bool = False) -> None:
+        """Add a full block with written KV to the prefix cache. The first block of a hash stays.
+
+        `is_visual` follows from the hash chain (`is_visual_block`), so it is the same for a hash.
+        """
         assert self._ref[block] > 0, f"block {block} has no owner"
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self.num_gains += 1
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            if is_visual:
+                self._visual.add(block)
 
     def invalidate(self, blocks: Sequence[int]) -> None:
         """Remove blocks from the prefix cache: their data may be wrong."""
         for block in blocks:
-            block_hash = self._hash_of[block]
-            if block_hash is None:
+            if self._hash_of[block] is None:
                 continue
-            self._hash_of[block] = None
-            del self._block_of[block_hash]
             if self._ref[block] == 0:
-                self.num_cached -= 1
+                self._uncache(block)
                 self._free.move_to_end(block, last=False)
+            self._unpublish(block)
 
     def check(self) -> None:
         """Raise AssertionError if the ref counts, the free list and the index disagree (K1, K2)."""
         free = [block for block in range(1, self.num_blocks) if self._ref[block] == 0]
         assert set(free) == set(self._free), "K2: the free list and the ref counts disagree"
-        assert self.num_cached == sum(self._hash_of[block] is not None for block in free)
+        cached = [block for block in self._free if self._hash_of[block] is not None]
+        assert self.num_cached == len(cached)
+        assert cached == list(self._free)[len(free) - len(cached) :], "a cached block precedes"
+        visual = [block for block in cached if block in self._visual]
+        assert visual == list(self._cached_visual), "the visual blocks are in another order"
         assert 0 <= self.num_reserved <= self.num_free, "more is reserved than there is"
         assert NULL_BLOCK not in self._free
         assert self._ref[NULL_BLOCK] == 0
+        assert all(self._hash_of[block] is not None for block in self._visual)
         blocks = {h: b for b, h in enumerate(self._hash_of) if h is not None}
         assert blocks == self._block_of, "the prefix index and the blocks' hashes disagree"
 
     def _acquire(self, block: int) -> None:
         if self._ref[block] == 0:
             del self._free[block]
-            self.num_cached -= self._hash_of[block] is not None
+            if self._hash_of[block] is not None:
+                self._uncache(block)
         self._ref[block] += 1
 
     def _pop(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            self._hash_of[block] = None
-            del self._block_of[block_hash]
-            self.num_cached -= 1
+        block = self._next()
+        del self._free[block]
+        if self._hash_of[block] is not None:
             self.num_evictions += 1
+            self.num_visual_evictions += block in self._visual
+            self._uncache(block)
+            self._unpublish(block)
         self._ref[block] = 1
         return block
+
+    def _next(self) -> int:
+        """The free block to take next: one without a hash, or by K9. Changes nothing."""
+        block = next(iter(self._free))
+        too_many = self.num_cached_visual * 100 > self.num_cached * self.visual_percent
+        if too_many and self._hash_of[block] is not None:
+            return next(iter(self._cached_visual))
+        return block
+
+    def _uncache(self, block: int) -> None:
+        """Count a block with a hash as free no longer."""
+        self.num_cached -= 1
+        self._cached_visual.pop(block, None)
+
+    def _unpublish(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        assert block_hash is not None
+        self._hash_of[block] = None
+        self._visual.discard(block)
+        del self._block_of[block_hash]
 
 
 def root_hash(cache_salt: bytes, adapter: bytes) -> bytes:
@@ -265,6 +313,14 @@ def content_of(request: Request) -> bytes:
     return hash_block(
         root_hash(request.cache_salt, request.adapter), token_ids, request.items, start=0
     )
+
+
+def is_visual_block(items: Sequence[ImageItem], *, end: int) -> bool:
+    """Whether a block that ends before token `end` has a visual token, or follows one.
+
+    Text behind an image is visual, too: it can be hit only while the image is cached (K7).
+    """
+    return bool(items) and items[0].offset < end
 
 
 @dataclasses.dataclass(slots=True)

@@ -27,7 +27,7 @@ import numpy as np
 from vlm_worker.core.admission import AdmissionController
 from vlm_worker.core.admission_policy import preemption_order
 from vlm_worker.core.chunks import TokenBudget
-from vlm_worker.core.kv_cache import BlockPool, extend_hash_chain
+from vlm_worker.core.kv_cache import BlockPool, extend_hash_chain, is_visual_block
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_values import SchedulerOutput, StepOutcome, StepPlan
@@ -312,7 +312,8 @@ class Scheduler:
         block_size = self.pool.block_size
         self._extend_hashes(sequence, token_ids, num_tokens=end)
         for index in range(start // block_size, end // block_size):
-            self.pool.publish(sequence.blocks[index], sequence.hashes[index])
+            is_visual = is_visual_block(sequence.items, end=(index + 1) * block_size)
+            self.pool.publish(sequence.blocks[index], sequence.hashes[index], is_visual=is_visual)
 
     def _extend_hashes(self, sequence: Sequence, token_ids: np.ndarray, *, num_tokens: int) -> None:
         extend_hash_chain(

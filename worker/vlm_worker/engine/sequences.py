@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from vlm_worker.core.admission import MAX_CANDIDATES
-from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.kv_cache import BlockPool, is_visual_block
 from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.measurements import KVUsage
 from vlm_worker.core.persistent_batch import PersistentBatch, max_total_tokens, stop_ids
@@ -362,7 +362,10 @@ class Sequences:
         sequence.output.missing_blocks.difference_update(numbers)
         for number in numbers:
             if number < len(sequence.hashes):
-                self.pool.publish(sequence.blocks[number], sequence.hashes[number])
+                end = (number + 1) * self.pool.block_size
+                is_visual = is_visual_block(sequence.items, end=end)
+                block, block_hash = sequence.blocks[number], sequence.hashes[number]
+                self.pool.publish(block, block_hash, is_visual=is_visual)
 
     def adopt(self, request: Request, stream: EventStream[PrefillEvent]) -> None:
         attempt = self.attempts.get(request.key)
@@ -437,7 +440,11 @@ def _make_pool(runner: Runner, settings: EngineSettings) -> BlockPool:
     layout = runner.kv_layout
     if layout is None:
         return BlockPool(1, block_size=1)
-    pool = BlockPool(runner.num_blocks, block_size=layout.block_size)
+    pool = BlockPool(
+        runner.num_blocks,
+        block_size=layout.block_size,
+        visual_percent=settings.kv_visual_percent,
+    )
     num_tokens = pool.capacity * pool.block_size
     if num_tokens < settings.max_model_len:
         raise ValueError(

@@ -37,6 +37,8 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
         max_unread_percent: share of the KV blocks for prompts that peers have not read yet. Beyond
             it, such prompts wait; if computed prompts alone fill it, new ones are refused.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
+        kv_visual_percent: share of the cached KV blocks that visual ones may have before the oldest
+            visual one is evicted first (law K9 of `core.kv_cache`).
         whole_images: attention inside an image is bidirectional in this family, so that a chunk of
             prefill never cuts an image.
         stuck_step_seconds: a step that takes longer makes the engine unhealthy.
@@ -54,6 +56,7 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
     max_image_tokens: int | None = None
     max_unread_percent: int = 50
     watermark_percent: int = 2
+    kv_visual_percent: int = 100
     whole_images: bool = False
     stuck_step_seconds: float = 60.0
     max_step_failures: int = 3
@@ -101,7 +104,11 @@ class QueueStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVStats:
-    """Tokens of KV by state; running + reserved + cached + free = capacity."""
+    """Tokens of KV by state; running + reserved + cached + free = capacity.
+
+    `visual_cached_tokens` are in visual blocks (`core.kv_cache`) without a user, also those that a
+    reservation counts. `text_evictions` and `visual_evictions` count cached blocks.
+    """
 
     capacity_tokens: int = 0
     running_tokens: int = 0
@@ -109,6 +116,9 @@ class KVStats:
     cached_tokens: int = 0
     free_tokens: int = 0
     queued_tokens: int = 0
+    visual_cached_tokens: int = 0
+    text_evictions: int = 0
+    visual_evictions: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

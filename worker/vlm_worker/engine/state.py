@@ -214,6 +214,9 @@ def _kv_stats(pool: BlockPool, queued_tokens: int) -> KVStats | None:
         cached_tokens=(pool.num_available - free) * pool.block_size,
         free_tokens=free * pool.block_size,
         queued_tokens=queued_tokens,
+        visual_cached_tokens=pool.num_cached_visual * pool.block_size,
+        text_evictions=pool.num_evictions - pool.num_visual_evictions,
+        visual_evictions=pool.num_visual_evictions,
     )
 
 
@@ -236,8 +239,6 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
     Metric("triptych_prefix_cache_hits_total", COUNTER, "Prompt tokens found.",
            lambda state: _by_kind(state.step_loop.prefix, "hits"),
            label="kind", stats="prefix_cache_hits"),
-    Metric("triptych_prefix_cache_evictions_total", COUNTER, "Blocks evicted.",
-           lambda state: state.sequences.pool.num_evictions),
 )  # fmt: skip
 
 

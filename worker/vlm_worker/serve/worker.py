@@ -178,6 +178,7 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
             max_num_seqs=settings.max_requests,
             max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
             watermark_percent=settings.kv_reserve_percent,
+            kv_visual_percent=settings.kv_visual_percent,
             whole_images=loaded.family.spec.bidirectional_spans,
             strict=settings.strict,
             max_image_tokens=min(largest, max_model_len),

@@ -128,6 +128,10 @@ def _kv_by_state(kv: KVStats | None) -> dict[str, float] | None:
     return {state: getattr(kv, f"{state}_tokens") for state in states} if kv else None
 
 
+def _evictions(kv: KVStats | None) -> dict[str, float] | None:
+    return {"text": kv.text_evictions, "visual": kv.visual_evictions} if kv else None
+
+
 def _by_tier(cache: EncoderCacheStats, field: str) -> dict[str, float]:
     return {"hot": getattr(cache.hot, field), "cold": getattr(cache.cold, field)}
 
@@ -175,6 +179,8 @@ SNAPSHOT_METRICS: Final[tuple[Metric[Snapshot], ...]] = (
            lambda s: s.engine.kv.queued_tokens if s.engine.kv else None),
     Metric("triptych_kv_tokens", GAUGE, "KV tokens by state.",
            lambda s: _kv_by_state(s.engine.kv), label="state"),
+    Metric("triptych_prefix_cache_evictions_total", COUNTER, "Cached blocks evicted.",
+           lambda s: _evictions(s.engine.kv), label="kind"),
     Metric("triptych_leases", GAUGE, "Leases by state.",
            lambda s: {state: getattr(s.leases, state) for state in LEASE_STATES}, label="state"),
     Metric("triptych_leases_expired_total", COUNTER, "Leases that expired.",

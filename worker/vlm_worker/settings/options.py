@@ -108,6 +108,7 @@ FLAG: Final = Kind(bool)
 MAX_PORT: Final = 65535
 PORT: Final = number(int, 0, MAX_PORT, f"a port, 0 to {MAX_PORT} (0: any free one)")
 PERCENT: Final = number(int, 0, 95, "a whole percentage from 0 to 95")
+SHARE: Final = number(int, 0, 100, "a whole percentage from 0 to 100")
 SECONDS: Final = number(float, 0, 86400, "seconds, 0 to 86400")
 
 

@@ -17,6 +17,7 @@ from vlm_worker.settings.options import (
     PORT,
     REQUIRED,
     SECONDS,
+    SHARE,
     TEXT,
     Kind,
     at_least,
@@ -347,6 +348,13 @@ class WorkerSettings(ProcessSettings):
         "dct decodes a JPEG no larger than the model needs it: faster, less exact",
     )
     kv_reserve_percent: int = option("--kv-reserve-percent", PERCENT, 5)
+    kv_visual_percent: int = option(
+        "--kv-visual-percent",
+        SHARE,
+        100,
+        "of the cached KV blocks; if images and the text behind them have more, theirs are evicted "
+        "first",
+    )
     max_requests: int = option("--max-requests", at_least(1), 256, "running at once")
     max_batched_tokens: int = option("--max-batched-tokens", at_least(16), 2048, "of a step")
     queues: QueueSettings = group(QueueSettings)
