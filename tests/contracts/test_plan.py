@@ -30,10 +30,18 @@ from vlm_worker.core.families import FAMILIES, Family, load_family
 from vlm_worker.core.families.family import LOW_DETAIL_PIXELS
 from vlm_worker.engine.settings import MAX_ENCODE_TOKENS
 from vlm_worker.errors import InvalidRequestError
-from vlm_worker.model.memory import DEFAULT_PERCENT, encode_bytes, make_kv_layout, step_bytes
+from vlm_worker.model.memory import (
+    DEFAULT_PERCENT,
+    WorkSizes,
+    device_work_bytes,
+    encode_bytes,
+    make_kv_layout,
+    num_kv_blocks,
+    step_bytes,
+)
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.values import EncoderCacheSettings
-from vlm_worker.types import EmbedLayout
+from vlm_worker.types import EmbedLayout, Stage
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "examples" / "plan" / "qwen2.5-vl-7b"
@@ -171,6 +179,34 @@ def test_activations_are_the_workers_estimate(both: Both):
     assert capacity.activation_bytes(both.facts, (Role.DECODE,)) == step
     assert capacity.activation_bytes(both.facts, (Role.ENCODER,)) == encode
     assert capacity.activation_bytes(both.facts, tuple(Role)) == step + encode
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("extra", [1 << 30, 3 << 30, 40 << 30])
+def test_the_kv_of_a_device_is_what_the_worker_chooses(
+    both: Both, name: str, extra: int, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = WorkSizes(
+        num_tokens=capacity.STEP_TOKENS,
+        num_rows=capacity.STEP_ROWS,
+        num_visual_tokens=MAX_ENCODE_TOKENS,
+        embedding_cache_bytes=capacity.ENCODER_CACHE_BYTES,
+    )
+    config = both.module.config
+    for roles in STAGES[name].values():
+        own = {Stage(role.value) for role in roles}
+        if own == {Stage.ENCODER}:
+            continue
+        work = device_work_bytes(config, both.family, own, sizes, element_bytes=2)
+        loaded = capacity.weights_bytes(both.facts, roles, "auto")
+        total = capacity.RUNTIME_BYTES + loaded + work + extra
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, n=work + extra: (n, n))
+        layout = make_kv_layout(
+            config.get_text_config(), "r", dtype=torch.bfloat16, kv_dtype="auto", block_size=16
+        )
+        blocks = num_kv_blocks(layout, torch.device("cuda"), work_bytes=work)
+        planned = capacity.device_memory(both.facts, roles, total, weights="auto").kv
+        assert abs(planned - blocks * layout.block_bytes) < max(1 << 20, layout.block_bytes)
 
 
 def test_constants_are_the_workers_defaults():

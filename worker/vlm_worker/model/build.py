@@ -29,10 +29,10 @@ from vlm_worker.model.gpu.decode_steps import graph_sizes
 from vlm_worker.model.gpu.graphs import captured, trial_bytes
 from vlm_worker.model.gpu.streams import streams_for
 from vlm_worker.model.loader import LoadedModel, StartProgress, load_model, no_progress
-from vlm_worker.model.memory import make_kv_layout, num_kv_blocks
+from vlm_worker.model.memory import WorkSizes, device_work_bytes, make_kv_layout, num_kv_blocks
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.settings import ComputeSettings
-from vlm_worker.types import PreparedImage, Stage
+from vlm_worker.types import KVLayout, PreparedImage, Stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class RunnerSettings(ComputeSettings):
         block_size: tokens per KV block.
         max_graph_seqs: on a GPU, decode steps of at most this many sequences run as CUDA graphs.
         max_model_len: tokens of the longest sequence of such a step.
+        sizes: of the work that must fit beside the KV cache on a GPU.
     """
 
     model_dir: Path
@@ -54,6 +55,7 @@ class RunnerSettings(ComputeSettings):
     block_size: int = 64
     max_graph_seqs: int = 0
     max_model_len: int = 4096
+    sizes: WorkSizes = dataclasses.field(default_factory=WorkSizes)
 
 
 def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress) -> ModelRunner:
@@ -116,14 +118,38 @@ def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings)
             trial.make_graphs(sizes, settings.max_model_len), loaded.device
         )
         del trial
-    num_blocks = num_kv_blocks(
+    num_blocks = choose_num_blocks(loaded, layout, settings, reserved_bytes=reserved_bytes)
+    return ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
+
+
+def choose_num_blocks(
+    loaded: LoadedModel, layout: KVLayout, settings: RunnerSettings, *, reserved_bytes: int = 0
+) -> int:
+    """The number of KV blocks of a loaded model, beside `reserved_bytes` of decode graphs.
+
+    On a GPU, steps and encoder calls keep the memory that they need. On a CPU, it is part of the
+    memory that the process declares (`core.process_memory`).
+
+    Raises:
+        ModelConfigError: fewer than two blocks fit.
+    """
+    work_bytes = 0
+    if loaded.device.type != "cpu":
+        work_bytes = device_work_bytes(
+            loaded.model.config,
+            loaded.family,
+            loaded.stages,
+            settings.sizes,
+            element_bytes=loaded.dtype.itemsize,
+        )
+    return num_kv_blocks(
         layout,
         loaded.device,
         memory_bytes=settings.kv_memory_bytes,
         memory_percent=settings.kv_memory_percent,
         reserved_bytes=reserved_bytes,
+        work_bytes=work_bytes,
     )
-    return ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
 
 
 def _graph_sizes(loaded: LoadedModel, settings: RunnerSettings) -> tuple[int, ...]:

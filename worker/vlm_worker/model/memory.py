@@ -1,9 +1,12 @@
-"""The KV cache: layout of a block, number of blocks, buffer, and prefault of its pages."""
+"""The KV cache: block layout, number of blocks, buffer, prefault of its pages; temporary memory."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import logging
 import math
+from collections.abc import Collection
 from typing import Any, Final
 
 import numpy as np
@@ -14,8 +17,10 @@ from vlm_worker.core.families import Family
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.cgroup import available_memory_bytes
-from vlm_worker.types import KVLayout
+from vlm_worker.types import KVLayout, Stage
 from vlm_worker.wire.buffers import private_memory
+
+logger = logging.getLogger(__name__)
 
 DONTNEED: Final = 4
 """MADV_DONTNEED: the kernel drops these pages; a page of a file is read again on access."""
@@ -98,6 +103,56 @@ def encode_bytes(vision: Any, family: Family, *, num_tokens: int, element_bytes:
     return int(num_patches * (input_bytes + (8 * width + 3 * inner) * element_bytes))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkSizes:
+    """The largest step and encoder call of a worker, and the bytes of the encoder cache's hot tier.
+
+    A step has `num_tokens` tokens and `num_rows` rows of logits, an encoder call
+    `num_visual_tokens`; one larger image is encoded alone.
+    """
+
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_visual_tokens: int = 0
+    embedding_cache_bytes: int = 0
+
+
+def device_work_bytes(
+    config: Any, family: Family, stages: Collection[Stage], sizes: WorkSizes, *, element_bytes: int
+) -> int:
+    """Estimate the bytes that a GPU needs beside weights and KV, as `vlm plan` does.
+
+    They are the temporary memory of the work, and the hot tier of the encoder cache.
+    """
+    cache_bytes = 0 if set(stages) == {Stage.DECODE} else sizes.embedding_cache_bytes
+    return cache_bytes + work_bytes(config, family, stages, sizes, element_bytes=element_bytes)
+
+
+def work_bytes(
+    config: Any, family: Family, stages: Collection[Stage], sizes: WorkSizes, *, element_bytes: int
+) -> int:
+    """Estimate the temporary bytes of one step and one encoder call, of those that `stages` run.
+
+    `config` is transformers' config of the model. An activation has `element_bytes`.
+    """
+    num_bytes = 0
+    if Stage.ENCODER in stages:
+        num_bytes += encode_bytes(
+            config.vision_config,
+            family,
+            num_tokens=sizes.num_visual_tokens,
+            element_bytes=element_bytes,
+        )
+    if {Stage.PREFILL, Stage.DECODE} & set(stages):
+        num_bytes += step_bytes(
+            config.get_text_config(),
+            num_tokens=sizes.num_tokens,
+            num_rows=sizes.num_rows,
+            element_bytes=element_bytes,
+        )
+    return num_bytes
+
+
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -148,21 +203,25 @@ def num_kv_blocks(
     memory_bytes: int | None = None,
     memory_percent: int | None = None,
     reserved_bytes: int = 0,
+    work_bytes: int = 0,
 ) -> int:
     """Choose the number of KV blocks, the null block included.
 
     Without `memory_bytes`, they get `memory_percent` of the available memory less `reserved_bytes`.
-    Without `memory_percent`, it is 90 % on a GPU, and 25 % but at most 1 GiB on a CPU.
+    Without `memory_percent`, it is 90 % on a GPU, and 25 % but at most 1 GiB on a CPU. In both
+    cases, steps and encoder calls keep `work_bytes`.
 
     Raises:
         ModelConfigError: fewer than two blocks fit; the message has the numbers.
     """
     if memory_bytes is None:
-        memory_bytes = max(0, available_bytes(device) - reserved_bytes)
+        left = max(0, available_bytes(device) - reserved_bytes)
         percent = DEFAULT_PERCENT[device.type] if memory_percent is None else memory_percent
-        memory_bytes = memory_bytes * percent // 100
+        memory_bytes = left * percent // 100
         if memory_percent is None and device.type == "cpu":
             memory_bytes = min(memory_bytes, DEFAULT_CPU_BYTES)
+        if memory_bytes > left - work_bytes:
+            memory_bytes = _left_for_kv(layout, left, work_bytes)
     num_blocks = memory_bytes // layout.block_bytes
     if num_blocks < 2:
         raise ModelConfigError(
@@ -170,6 +229,27 @@ def num_kv_blocks(
             f"give at least {2 * layout.block_bytes} with --kv-memory-bytes"
         )
     return num_blocks
+
+
+def _left_for_kv(layout: KVLayout, left: int, work_bytes: int) -> int:
+    """The bytes of `left` that steps and encoder calls do not need.
+
+    Raises:
+        ModelConfigError: fewer than two blocks fit.
+    """
+    kv_bytes = left - work_bytes
+    if kv_bytes < 2 * layout.block_bytes:
+        raise ModelConfigError(
+            f"{left} bytes of the device are left, and steps, images and the encoder cache may "
+            f"need {work_bytes}, so that 2 KV blocks of {layout.block_bytes} bytes do not fit: "
+            "lower --max-batched-tokens, --max-requests or --embedding-cache-bytes, encode on "
+            "other workers, or set --kv-memory-bytes, which ignores this estimate"
+        )
+    logger.info(
+        "the KV cache is smaller than its share, because steps and images need memory",
+        extra={"kv_bytes": kv_bytes, "work_bytes": work_bytes, "available_bytes": left},
+    )
+    return kv_bytes
 
 
 def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:

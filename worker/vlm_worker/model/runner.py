@@ -28,11 +28,17 @@ from vlm_worker.model.gpu.graphs import DecodeGraphs
 from vlm_worker.model.gpu.streams import SingleStream
 from vlm_worker.model.layers import Decoder
 from vlm_worker.model.loader import LoadedModel
-from vlm_worker.model.memory import KVPrefault, dtype_name, encode_bytes, make_kv_cache, step_bytes
+from vlm_worker.model.memory import (
+    KVPrefault,
+    WorkSizes,
+    dtype_name,
+    make_kv_cache,
+    work_bytes,
+)
 from vlm_worker.model.reduce import merge, rank
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
 from vlm_worker.reduction import Cells, Method, Reduction
-from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage
+from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage, Stage
 from vlm_worker.wire.buffers import HostRegions
 
 
@@ -82,29 +88,19 @@ class ModelRunner:
         self.streams = SingleStream()
         self._images = ImageEncoder(self._model, self.family.processor, device=self.device)
 
-    def work_bytes(self, *, num_tokens: int, num_rows: int, num_visual_tokens: int) -> int:
+    def work_bytes(self, sizes: WorkSizes) -> int:
         """Estimate the temporary host memory of one step and one encoder call, in bytes.
 
         With a GPU, only the patches use host memory.
         """
-        config, on_host = self._model.config, self.device.type == "cpu"
-        element_bytes = self._loaded.dtype.itemsize if on_host else 0
-        num_bytes = 0
-        if self._loaded.has_encoder:
-            num_bytes += encode_bytes(
-                config.vision_config,
-                self.family,
-                num_tokens=num_visual_tokens,
-                element_bytes=element_bytes,
-            )
-        if self._loaded.has_lm and on_host:
-            num_bytes += step_bytes(
-                config.get_text_config(),
-                num_tokens=num_tokens,
-                num_rows=num_rows,
-                element_bytes=element_bytes,
-            )
-        return num_bytes
+        loaded, on_host = self._loaded, self.device.type == "cpu"
+        return work_bytes(
+            self._model.config,
+            self.family,
+            loaded.stages if on_host else loaded.stages & {Stage.ENCODER},
+            sizes,
+            element_bytes=loaded.dtype.itemsize if on_host else 0,
+        )
 
     @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> StepOutput:

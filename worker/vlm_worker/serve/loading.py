@@ -116,7 +116,14 @@ def _load_model(
     from vlm_kernels.cpu import native
     from vlm_worker.model.build import RunnerSettings, build_runner
     from vlm_worker.model.cgroup import available_memory_bytes, memory_limit_bytes
+    from vlm_worker.model.memory import WorkSizes
 
+    sizes = WorkSizes(
+        num_tokens=max(settings.max_batched_tokens, settings.max_requests),
+        num_rows=settings.max_requests,
+        num_visual_tokens=MAX_ENCODE_TOKENS,
+        embedding_cache_bytes=settings.encoder_cache.embedding_cache_bytes,
+    )
     runner = build_runner(
         RunnerSettings(
             model_dir=model_dir,
@@ -125,6 +132,7 @@ def _load_model(
             block_size=settings.block_size,
             max_graph_seqs=settings.max_requests,
             max_model_len=settings.max_model_len,
+            sizes=sizes,
             **values_of(settings.compute),
         ),
         StepReports(progress).report,
@@ -141,11 +149,7 @@ def _load_model(
         native_kernels=native.variant_name(),
         available_bytes=available_memory_bytes(),
         limit_bytes=memory_limit_bytes(),
-        work_bytes=runner.work_bytes(
-            num_tokens=max(settings.max_batched_tokens, settings.max_requests),
-            num_rows=settings.max_requests,
-            num_visual_tokens=MAX_ENCODE_TOKENS,
-        ),
+        work_bytes=runner.work_bytes(sizes),
     )
 
 
