@@ -54,7 +54,7 @@ class BlockPool:
         self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(
             range(1, num_blocks)
         )
-        self._visual: set[int] = set()  # visual blocks with a hash
+        self._is_visual = [False] * num_blocks  # of a block with a hash
         self._cached_visual: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -131,7 +131,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
             else:
                 self.num_cached += 1
-                if block in self._visual:
+                if self._is_visual[block]:
                     self._cached_visual[block] = None
 
     def reserve(self, count: int, *, keep: int = 0) -> bool:
@@ -169,8 +169,7 @@ class BlockPool:
             self.num_gains += 1
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            if is_visual:
-                self._visual.add(block)
+            self._is_visual[block] = is_visual
 
     def invalidate(self, blocks: Sequence[int]) -> None:
         """Remove blocks from the prefix cache: their data may be wrong."""
@@ -189,12 +188,13 @@ class BlockPool:
         cached = [block for block in self._free if self._hash_of[block] is not None]
         assert self.num_cached == len(cached)
         assert cached == list(self._free)[len(free) - len(cached) :], "a cached block precedes"
-        visual = [block for block in cached if block in self._visual]
+        visual = [block for block in cached if self._is_visual[block]]
         assert visual == list(self._cached_visual), "the visual blocks are in another order"
         assert 0 <= self.num_reserved <= self.num_free, "more is reserved than there is"
         assert NULL_BLOCK not in self._free
         assert self._ref[NULL_BLOCK] == 0
-        assert all(self._hash_of[block] is not None for block in self._visual)
+        hashed = {block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
+        assert hashed.issuperset(b for b, is_visual in enumerate(self._is_visual) if is_visual)
         blocks = {h: b for b, h in enumerate(self._hash_of) if h is not None}
         assert blocks == self._block_of, "the prefix index and the blocks' hashes disagree"
 
@@ -206,34 +206,35 @@ class BlockPool:
         self._ref[block] += 1
 
     def _pop(self) -> int:
-        block = self._next()
-        del self._free[block]
+        if self._has_too_many_visual():
+            block, _ = self._cached_visual.popitem(last=False)
+            del self._free[block]
+        else:
+            block, _ = self._free.popitem(last=False)
         if self._hash_of[block] is not None:
             self.num_evictions += 1
-            self.num_visual_evictions += block in self._visual
+            self.num_visual_evictions += self._is_visual[block]
             self._uncache(block)
             self._unpublish(block)
         self._ref[block] = 1
         return block
 
-    def _next(self) -> int:
-        """The free block to take next: one without a hash, or by K9. Changes nothing."""
-        block = next(iter(self._free))
-        too_many = self.num_cached_visual * 100 > self.num_cached * self.visual_percent
-        if too_many and self._hash_of[block] is not None:
-            return next(iter(self._cached_visual))
-        return block
+    def _has_too_many_visual(self) -> bool:
+        """Whether all free blocks are cached, and visual ones have more than their share (K9)."""
+        if self.num_cached < len(self._free):
+            return False
+        return len(self._cached_visual) * 100 > self.num_cached * self.visual_percent
 
     def _uncache(self, block: int) -> None:
         """Count a block with a hash as free no longer."""
         self.num_cached -= 1
-        self._cached_visual.pop(block, None)
+        if self._is_visual[block]:
+            self._cached_visual.pop(block, None)
 
     def _unpublish(self, block: int) -> None:
         block_hash = self._hash_of[block]
         assert block_hash is not None
-        self._hash_of[block] = None
-        self._visual.discard(block)
+        self._hash_of[block], self._is_visual[block] = None, False
         del self._block_of[block_hash]
 
 
