@@ -23,8 +23,7 @@
                        view their memory (block_memory)
     opaque             a kernel as one operation for torch.compile
 
-merge_tokens and resize_patches are for other projects; the worker does not use them
-(`docs/decisions/0017`).
+resize_patches is for other projects; the worker does not use it (`docs/decisions/0017`).
 
 The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`. For int8, scales
 follow the elements (`kv_rows`). One block is contiguous.

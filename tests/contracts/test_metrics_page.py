@@ -64,7 +64,7 @@ def gateway_exposition(identity: IdentityStore | None = None) -> str:
     meters.identity = identity
     meters.first_token(1.0, dict.fromkeys(STAGES, 0.1), Modality.IMAGE, 0.5)
     meters.next_token(0.1)
-    meters.record_images(1, 64)
+    meters.record_images(["native"], 64)
     meters.request("ok")
     return meters.exposition(num_inflight=0, accepting=True).decode()
 

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vlm_worker.gateway.metrics import OUTCOMES, GatewayMetrics
+from vlm_worker.gateway.visual import TIERS
 from vlm_worker.types import STAGES, Modality
 
 SHARES = dict.fromkeys(STAGES, 0.01)
@@ -71,9 +72,9 @@ def test_what_was_counted_stays_counted_when_the_goal_changes() -> None:
 
 def test_tokens_and_images_are_counted_and_have_rates() -> None:
     meters = GatewayMetrics(now=0.0)
-    meters.record_images(0, 0)
-    meters.record_images(2, 128)
-    meters.record_images(1, 64)
+    meters.record_images([], 0)
+    meters.record_images(["native", "low"], 128)
+    meters.record_images(["native"], 64)
     for _ in range(3):
         meters.request("ok")
     meters.first_token(0.1, SHARES, Modality.IMAGE, None)
@@ -83,6 +84,8 @@ def test_tokens_and_images_are_counted_and_have_rates() -> None:
     found = samples(meters)
     assert found["triptych_output_tokens_total", ()] == 30
     assert found["triptych_images_total", ()] == 3
+    assert found["triptych_image_tiers_total", (("tier", "native"),)] == 2
+    assert found["triptych_image_tiers_total", (("tier", "low"),)] == 1
     assert found["triptych_visual_tokens_per_request_count", ()] == 2
     assert found["triptych_visual_tokens_per_request_sum", ()] == 192
     rates = meters.rates(10.0)
@@ -101,7 +104,7 @@ def test_hostile_requests_make_no_series() -> None:
     meters, rng = GatewayMetrics(), random.Random(9)
     for number in range(3000):
         meters.request(rng.choice(["ok", "invalid", "rejected", "cancelled", "error"]))
-        meters.record_images(rng.randrange(5), rng.randrange(10**6))
+        meters.record_images(rng.choices(TIERS, k=rng.randrange(5)), rng.randrange(10**6))
         modality = rng.choice([Modality.TEXT, Modality.IMAGE])
         meters.first_token(rng.expovariate(1), SHARES, modality, rng.choice([None, 1.0, 2.0]))
         meters.next_token(rng.expovariate(1))

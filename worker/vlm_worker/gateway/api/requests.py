@@ -254,10 +254,9 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
         raise fields.missing("messages")
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
     options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
-    visual = fields.choice("visual", get_args(Visual))
+    visual = _visual(fields)
     fields.done()
-    parsed = yield from _messages(messages)
-    return ChatRequest(options, parsed, cast(Visual | None, visual))
+    return ChatRequest(options, (yield from _messages(messages)), visual)
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
@@ -273,8 +272,13 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     options = _options(fields, 16 if max_tokens is None else max_tokens, param, sampling)
     if best_of not in (None, options.num_choices):
         raise unsupported("best_of", "'best_of' must equal 'n': every choice is returned.")
+    _visual(fields)
     fields.done()
     return CompletionRequest(options, prompt)
+
+
+def _visual(fields: Fields) -> Visual | None:
+    return cast(Visual | None, fields.choice("visual", get_args(Visual)))
 
 
 def _messages(values: Sequence[Any]) -> Steps[tuple[Message, ...]]:

@@ -223,11 +223,6 @@ CHAT: Final = (
     ),
     _supported("logprobs", "of the answer's tokens; see below"),
     _supported("top_logprobs", "0 to 20; only with `logprobs`"),
-    _supported(
-        "visual",
-        "`off`, `low`, `medium`, `high` or `auto`: visual tokens of images of `detail: auto`, if "
-        "the service allows it (docs/visual-tokens.md)",
-    ),
     _neutral("modalities", "answers are text", (["text"],)),
     _neutral("response_format", "constrained output is not built", ({"type": "text"},)),
     _neutral("service_tier", "there is one tier", ("auto", "default")),
@@ -265,6 +260,11 @@ EXTRA: Final = (
         "priority",
         "0 to 1000, 0 by default: a smaller one goes first; "
         "from -1000 where the gateway runs with `--client-priority=any`",
+    ),
+    _supported(
+        "visual",
+        "`off`, `low`, `medium`, `high` or `auto`: visual tokens of images of `detail: auto`, if "
+        "the service allows it ([visual tokens](visual-tokens.md)); a completion has no images",
     ),
     _refused("min_tokens", "an answer may end at its first token; `ignore_eos` is taken"),
     _refused("stop_token_ids", "answers end by text: send `stop`"),
