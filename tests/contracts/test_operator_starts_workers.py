@@ -74,6 +74,7 @@ def test_a_gateway_reads_the_visual_limits_that_the_operator_writes():
         "low": {"method": "Zip", "maxPixels": 200_704},
         "medium": {"method": "Pool", "keepPercent": 50},
         "classifier": "Words",
+        "brownOutSeconds": 5,
         "maxTokensPerRequest": 4096,
         "tenants": [{"name": "a", "visual": "Medium", "maxTokensPerRequest": 9}, {"name": "b"}],
     }
@@ -85,6 +86,7 @@ def test_a_gateway_reads_the_visual_limits_that_the_operator_writes():
         low=Tier("Zip", 25, 200_704),
         medium=Tier("Pool", 50),
         classifier="Words",
+        brown_out_seconds=5,
         max_tokens_per_request=4096,
         tenants={"a": TenantVisual("medium", 9), "b": TenantVisual()},
     )

@@ -87,6 +87,15 @@ class Visual(Model):
         "How Auto finds the class of a question: by learned weights, or by lists of words.",
         example="Words",
     )
+    brown_out_seconds: int | None = field(
+        None,
+        "Queued work of the least loaded encoder pod, in seconds, above which images of "
+        "`detail: auto` get tier low.",
+        example=5,
+        unset="load lowers no image",
+        ge=1,
+        le=600,
+    )
     max_tokens_per_request: MaxVisualTokens | None = field(
         None,
         "Visual tokens of one request, at most; more is refused with a 400.",

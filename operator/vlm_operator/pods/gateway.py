@@ -142,6 +142,7 @@ def _visual(visual: Visual) -> dict[str, Any]:
         "low": _tier(visual.low, keep_percent=25),
         "medium": _tier(visual.medium, keep_percent=50),
         "classifier": visual.classifier.value,
+        "brown_out_seconds": visual.brown_out_seconds,
         "max_tokens_per_request": visual.max_tokens_per_request,
         "tenants": {
             tenant.name: {

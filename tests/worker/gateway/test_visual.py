@@ -17,6 +17,9 @@ from vlm_worker.gateway.config import Config, ConfigWatcher, Limits
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.turns import at_once
 from vlm_worker.gateway.visual import (
+    BEGIN_SECONDS,
+    END_SECONDS,
+    BrownOut,
     Choice,
     TenantVisual,
     Tier,
@@ -37,12 +40,18 @@ def choice(
     *,
     text: str = "",
     tenant: str = "",
+    browned_out: bool = False,
     **limits: Any,
 ) -> Choice:
     part = ImagePart("", detail, "messages[0].content[1].image_url")  # type: ignore[arg-type]
     messages = [Message("user", (TextPart(text), part))] if text else []
     policy = VisualPolicy(
-        VisualLimits(**limits), FAMILY, tenant=tenant, visual=visual, messages=messages
+        VisualLimits(**limits),
+        FAMILY,
+        tenant=tenant,
+        visual=visual,
+        messages=messages,
+        browned_out=browned_out,
     )
     return policy.of(part)
 
@@ -192,3 +201,43 @@ def test_a_tier_that_cannot_be_leaves_the_last_settings(
     watcher.reload()
     assert watcher.now.config.limits.visual.policy == "Detail"
     assert problem in caplog.records[-1].__dict__["reason"]
+
+
+def test_a_brown_out_lowers_only_images_that_nobody_decided_on() -> None:
+    tenants = {"a": TenantVisual(visual="high")}
+    given: dict[str, Any] = {"policy": "Auto", "tenants": tenants, "browned_out": True}
+    assert choice(**given) == Choice(0, LOW, "low", Why.LOAD)
+    assert choice(visual="auto", **given).why is Why.LOAD
+    assert choice("high", **given).why is Why.DETAIL
+    assert choice(visual="medium", **given).reduction == MEDIUM
+    assert choice(tenant="a", **given) == Choice(why=Why.TENANT)
+    assert choice(**{**given, "policy": "Off"}).reduction is None
+
+
+def observed(*loads: float | None, limit: float | None = 4.0) -> list[bool]:
+    """Whether a brown-out is on after each second."""
+    brown_out, found = BrownOut(), []
+    for now, load in enumerate(loads):
+        brown_out.observe(load, limit, now=float(now))
+        found.append(brown_out.is_on)
+    return found
+
+
+def test_a_brown_out_begins_after_five_seconds_and_ends_after_thirty() -> None:
+    begin, end = int(BEGIN_SECONDS), int(END_SECONDS)
+    on = observed(*[5.0] * (begin + 1), *[1.0] * (end + 1))
+    assert on == [False] * begin + [True] * (end + 1) + [False]
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [[5.0] * 5 + [4.0] + [5.0] * 5, [None] * 20, [4.0] * 20],
+    ids=["a pause starts the count again", "no encoder", "at the limit"],
+)
+def test_a_short_burst_begins_no_brown_out(loads: list[float | None]) -> None:
+    assert not any(observed(*loads))
+
+
+def test_load_between_half_and_whole_limit_keeps_a_brown_out() -> None:
+    assert observed(*[5.0] * 6, *[3.0] * 60)[-1]
+    assert not any(observed(*[5.0] * 60, limit=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor
 from vlm_worker.telemetry import SpanExporter
 from vlm_worker.types import Role, Stage
+
+logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 
@@ -137,7 +140,21 @@ class GatewayContext:
     async def tick(self) -> None:
         while True:
             self.meters.tick(self.clock())
+            self._observe_encoders()
             await asyncio.sleep(TICK_SECONDS)
+
+    def _observe_encoders(self) -> None:
+        """Begin or end the brown-out of visual tokens."""
+        encoders = [c for c in self.registry.candidates() if Stage.ENCODER in c.stages]
+        queued = min((c.work_queued_seconds for c in encoders), default=None)
+        limit = self.config_watcher.now.config.limits.visual.brown_out_seconds
+        brown_out, was_on = self.preparer.brown_out, self.preparer.brown_out.is_on
+        brown_out.observe(queued, limit, now=self.clock())
+        if brown_out.is_on != was_on:
+            logger.warning(
+                "brown-out of visual tokens",
+                extra={"is_on": brown_out.is_on, "queued_seconds": queued, "limit": limit},
+            )
 
     def not_ready_because(self) -> str | None:
         """Return why this gateway should get no traffic; None if it is ready.

@@ -228,9 +228,12 @@ _DIGITS = re.compile(r"\d+")
 # where need less; all else the least. It matches inside words ("bread" reads); whole words are
 # matched here, so inflections are listed. UNSURE is the class that needs most.
 _WORD_LISTS: Final = (
-    (QuestionClass.UNSURE, frozenset("detail details detailed small smaller smallest".split())),
-    (QuestionClass.READ, frozenset("text texts read reads reading".split())),
-    (QuestionClass.COUNT, frozenset("count counts counting many".split())),
+    (
+        QuestionClass.UNSURE,
+        frozenset(["detail", "details", "detailed", "small", "smaller", "smallest"]),
+    ),
+    (QuestionClass.READ, frozenset(["text", "texts", "read", "reads", "reading"])),
+    (QuestionClass.COUNT, frozenset(["count", "counts", "counting", "many"])),
     (QuestionClass.LOCATE, frozenset({"where"})),
 )
 _OTHER_WORDS: Final = QuestionClass.ATTRIBUTE

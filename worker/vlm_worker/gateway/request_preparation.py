@@ -31,7 +31,7 @@ from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.turns import Steps, Turns
-from vlm_worker.gateway.visual import VisualPolicy, check_visual_tokens
+from vlm_worker.gateway.visual import BrownOut, VisualPolicy, check_visual_tokens
 from vlm_worker.types import SamplingParams
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
@@ -51,6 +51,7 @@ class Preparer:
     salts: Salts
     any_priority: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
+    brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
 
     async def read(
         self,
@@ -87,7 +88,12 @@ class Preparer:
         self.check_model(request.options.model)
         limits, family = config.limits.visual, self.prompt_builder.family
         visual = VisualPolicy(
-            limits, family, tenant=tenant, visual=request.visual, messages=request.messages
+            limits,
+            family,
+            tenant=tenant,
+            visual=request.visual,
+            messages=request.messages,
+            browned_out=self.brown_out.is_on,
         )
         images = yield from read_images(
             request.images, config, family, parsed.images, visual=visual

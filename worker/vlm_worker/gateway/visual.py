@@ -4,7 +4,10 @@
         low, high,           off, low, medium,         as `visual`     Detail: nothing more
         original             high, auto                                Auto: the question's class
 
-The first of them that says something decides. The result depends on the header of an image and the
+The first of them that says something decides. While the encoders are overloaded (`BrownOut`), images
+for which neither part, request nor tenant says something get the low tier.
+
+The result depends on the header of an image and the
 texts of the request alone, so it is known before an image is sent, and each retry has the same.
 """
 
@@ -68,6 +71,7 @@ class VisualLimits(msgspec.Struct, frozen=True):
     low: Tier = Tier()
     medium: Tier = Tier(keep_percent=50)
     classifier: Literal["Learned", "Words"] = "Learned"
+    brown_out_seconds: float | None = None
     max_tokens_per_request: int | None = None
     tenants: dict[str, TenantVisual] = {}
 
@@ -86,6 +90,7 @@ class Why(enum.StrEnum):
     TENANT = "tenant"
     CLASS = "class"
     DEFAULT = "default"
+    LOAD = "load"
     FAMILY = "family"
 
 
@@ -113,8 +118,9 @@ class VisualPolicy:
         tenant: str,
         visual: Visual | None,
         messages: Sequence[Message],
+        browned_out: bool = False,
     ) -> None:
-        """`visual` is the field of the request.
+        """`visual` is the field of the request, `browned_out` that of a BrownOut.
 
         Raises:
             ApiError: 400; the service or the model does not reduce, and the request asks for it.
@@ -126,7 +132,7 @@ class VisualPolicy:
         self._asked, self._why = visual, Why.REQUEST
         if visual is None:
             self._asked, self._why = self._default(tenant)
-        self._visual = visual
+        self._visual, self._browned_out = visual, browned_out
         self._texts = [_text(message) for message in messages if message.role == "user"]
 
     def of(self, part: ImagePart) -> Choice:
@@ -151,6 +157,8 @@ class VisualPolicy:
             return self._tier("low", Why.DETAIL)
         if part.detail in ("high", "original"):
             return Choice(why=Why.DETAIL)
+        if self._browned_out and self._asked in (None, "auto"):
+            return self._tier("low", Why.LOAD)
         match self._asked:
             case None:
                 return Choice()
@@ -199,6 +207,41 @@ class VisualPolicy:
                 param="visual",
                 code="unsupported_parameter",
             )
+
+
+BEGIN_SECONDS: Final = 5.0
+END_SECONDS: Final = 30.0
+
+
+class BrownOut:
+    """Whether images get the low tier because encoders are overloaded.
+
+    It begins when the least loaded encoder pod has had more queued work than the limit for 5 s, and
+    ends when it has had less than half of it for 30 s. So a burst that is gone after a second
+    changes nothing, and the tier does not alternate.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._since: float | None = None
+
+    def observe(self, queued_seconds: float | None, limit: float | None, *, now: float) -> None:
+        """Record the queued work of the least loaded encoder pod, in seconds; None if there is none.
+
+        `limit` is `brown_out_seconds`; None ends it at once.
+        """
+        if limit is None:
+            self.is_on, self._since = False, None
+            return
+        queued = queued_seconds or 0.0
+        changes = queued < limit / 2 if self.is_on else queued > limit
+        if not changes:
+            self._since = None
+            return
+        if self._since is None:
+            self._since = now
+        if now - self._since >= (END_SECONDS if self.is_on else BEGIN_SECONDS):
+            self.is_on, self._since = not self.is_on, None
 
 
 def check_visual_tokens(num_tokens: int, limits: VisualLimits, *, tenant: str) -> None:
