@@ -105,6 +105,21 @@ def test_layers_in_one_call_are_the_layers_one_by_one(
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_layers_that_are_split_are_the_layers_in_one_call(number: int) -> None:
+    case = Case(Form(), [40, 30])
+    layers = VisionLayers([_weights(Form()) for _ in range(3)], Form().heads)
+    whole, parts = case.x.clone(), case.x.clone()
+    layers(whole, case.segments, case.positions)
+    for part in layers.split(number):
+        assert not torch.equal(parts, whole)
+        part(parts, case.segments, case.positions)
+    assert torch.equal(parts, whole)
+    for empty in (0, 3):
+        with pytest.raises(ValueError, match="no layer"):
+            layers.split(empty)
+
+
 def test_an_image_is_computed_alike_beside_any_other() -> None:
     both, other = Case(Form(), [40, 30]), Case(Form(), [40, 30])
     other.x[40:] = bf16(30, 32)
