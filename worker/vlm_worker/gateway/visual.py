@@ -4,8 +4,8 @@
         low, high,           off, low, medium,         as `visual`     Detail: nothing more
         original             high, auto                                Auto: the question's class
 
-The first of them that says something decides. While the encoders are overloaded (`BrownOut`), images
-for which neither part, request nor tenant says something get the low tier.
+The first of them that says something decides. While the encoders are overloaded (`BrownOut`), an
+image gets the low tier if neither its part, nor the request, nor the tenant says something.
 
 The result depends on the header of an image and the
 texts of the request alone, so it is known before an image is sent, and each retry has the same.
@@ -226,7 +226,7 @@ class BrownOut:
         self._since: float | None = None
 
     def observe(self, queued_seconds: float | None, limit: float | None, *, now: float) -> None:
-        """Record the queued work of the least loaded encoder pod, in seconds; None if there is none.
+        """Record the queued work of the least loaded encoder pod, in seconds; None without one.
 
         `limit` is `brown_out_seconds`; None ends it at once.
         """
