@@ -75,6 +75,7 @@ def test_a_gateway_reads_the_visual_limits_that_the_operator_writes():
         "medium": {"method": "Pool", "keepPercent": 50},
         "classifier": "Words",
         "brownOutSeconds": 5,
+        "onContextExceeded": "DropOldest",
         "maxTokensPerRequest": 4096,
         "tenants": [{"name": "a", "visual": "Medium", "maxTokensPerRequest": 9}, {"name": "b"}],
     }
@@ -87,6 +88,7 @@ def test_a_gateway_reads_the_visual_limits_that_the_operator_writes():
         medium=Tier("Pool", 50),
         classifier="Words",
         brown_out_seconds=5,
+        on_context_exceeded="DropOldest",
         max_tokens_per_request=4096,
         tenants={"a": TenantVisual("medium", 9), "b": TenantVisual()},
     )

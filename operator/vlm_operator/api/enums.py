@@ -73,6 +73,14 @@ class QuestionClassifier(enum.StrEnum):
     WORDS = "Words"
 
 
+class OnContextExceeded(enum.StrEnum):
+    """The handling of a request with images that exceeds the context."""
+
+    REFUSE = "Refuse"
+    REDUCE_OLDEST = "ReduceOldest"
+    DROP_OLDEST = "DropOldest"
+
+
 class OnCorrupt(enum.StrEnum):
     """The handling of a request with an image that cannot be decoded."""
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from vlm_operator.api.base import Model, Rule, field
 from vlm_operator.api.enums import (
+    OnContextExceeded,
     QuestionClassifier,
     TierMethod,
     VisualDefault,
@@ -95,6 +96,13 @@ class Visual(Model):
         unset="load lowers no image",
         ge=1,
         le=600,
+    )
+    on_context_exceeded: OnContextExceeded = field(
+        OnContextExceeded.REFUSE,
+        "What happens to a request with images that exceeds the context. ReduceOldest keeps an "
+        "eighth of the visual tokens of the oldest images; DropOldest leaves images of earlier "
+        "messages out.",
+        example="ReduceOldest",
     )
     max_tokens_per_request: MaxVisualTokens | None = field(
         None,

@@ -143,6 +143,7 @@ def _visual(visual: Visual) -> dict[str, Any]:
         "medium": _tier(visual.medium, keep_percent=50),
         "classifier": visual.classifier.value,
         "brown_out_seconds": visual.brown_out_seconds,
+        "on_context_exceeded": visual.on_context_exceeded.value,
         "max_tokens_per_request": visual.max_tokens_per_request,
         "tenants": {
             tenant.name: {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -29,10 +30,13 @@ from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
+from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, check_visual_tokens
 from vlm_worker.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
 LONG_TEXT_BYTES = 32 * 1024
@@ -116,17 +120,52 @@ class Preparer:
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
         num_bytes = self._check_length(texts, config, "messages")
 
-        def build(dropped: frozenset[int]) -> Prompt:
+        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
+        prompt = await self._prompt(messages, images, num_bytes)
+        fitted = self._fitted(ask, messages, images, prompt)
+        if fitted.dropped or fitted.images != images:
+            messages = _without(messages, sorted(fitted.dropped))
+            images = tuple(p for i, p in enumerate(fitted.images) if i not in fitted.dropped)
+            prompt = await self._prompt(messages, images, num_bytes)
+
+        def prompt_without(dropped: frozenset[int]) -> Prompt:
+            if not dropped:
+                return prompt
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
             return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
 
-        prompt = await _encode(functools.partial(build, frozenset()), num_bytes)
-
-        def prompt_without(dropped: frozenset[int]) -> Prompt:
-            return build(dropped) if dropped else prompt
-
-        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
         return self._prepared_request(ask, prompt_without, images)
+
+    async def _prompt(
+        self, messages: Sequence[Message], images: Sequence[RequestImage], num_bytes: int
+    ) -> Prompt:
+        counts = [image.num_tokens for image in images]
+        build = functools.partial(self.prompt_builder.chat, messages, counts)
+        return await _encode(build, num_bytes)
+
+    def _fitted(
+        self,
+        ask: _Ask,
+        messages: Sequence[Message],
+        images: tuple[RequestImage, ...],
+        prompt: Prompt,
+    ) -> Fitted:
+        """Apply the policy of `overflow` if prompt and answer exceed the context."""
+        needed = len(prompt.token_ids) + (ask.options.max_tokens or 1)
+        num_excess = needed - self.context(ask.config)
+        if num_excess <= 0:
+            return Fitted(images)
+        last = next((m for m in reversed(messages) if m.role == "user"), None)
+        num_last = 0 if last is None else sum(isinstance(p, ImagePart) for p in last.parts)
+        policy = ask.config.limits.visual.on_context_exceeded
+        family = self.prompt_builder.family
+        fitted = fit(images, num_excess, policy, family, num_last=num_last)
+        if fitted.dropped:
+            logger.info(
+                "images dropped: the request exceeds the context",
+                extra={"request_id": ask.request_id, "num_images": len(fitted.dropped)},
+            )
+        return fitted
 
     async def completion(
         self, request: CompletionRequest, config: Config, *, request_id: str, tenant: str

@@ -39,7 +39,9 @@ CLASSES_OF_LESS_PIXELS: Final = frozenset({QuestionClass.COUNT, QuestionClass.CE
 """Counting needs every cell, but few pixels. All other classes get the whole image."""
 
 
-TIERS: Final = ("native", "low", "medium", *(one.value for one in QuestionClass))
+OnContextExceeded = Literal["Refuse", "ReduceOldest", "DropOldest"]
+
+TIERS: Final = ("native", "low", "medium", "oldest", *(one.value for one in QuestionClass))
 """Every value of `Choice.tier`."""
 
 
@@ -72,6 +74,7 @@ class VisualLimits(msgspec.Struct, frozen=True):
     medium: Tier = Tier(keep_percent=50)
     classifier: Literal["Learned", "Words"] = "Learned"
     brown_out_seconds: float | None = None
+    on_context_exceeded: OnContextExceeded = "Refuse"
     max_tokens_per_request: int | None = None
     tenants: dict[str, TenantVisual] = {}
 
@@ -91,6 +94,7 @@ class Why(enum.StrEnum):
     CLASS = "class"
     DEFAULT = "default"
     LOAD = "load"
+    CONTEXT = "context"
     FAMILY = "family"
 
 
@@ -98,7 +102,7 @@ class Why(enum.StrEnum):
 class Choice:
     """The decision on one image; `max_pixels` 0 is the model's maximum, no `reduction` all tokens.
 
-    `tier` is `native`, `low`, `medium`, or the class of the question.
+    `tier` is `native`, `low`, `medium`, the class of the question, or `oldest` (`overflow`).
     """
 
     max_pixels: int = 0
