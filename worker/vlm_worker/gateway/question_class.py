@@ -2,11 +2,12 @@
 
 texts of the user turns ─▶ words ─▶ features ─▶ logits ─▶ class of a turn ─▶ join ─▶ Classified
 
-The class is all that an encoder learns of a question, so that cache keys repeat. A wrong class costs
-accuracy, because it chooses how the image is reduced. UNSURE is the safe answer: it reduces nothing.
+The class is all that an encoder learns of a question, so that cache keys repeat. A wrong class
+costs accuracy, because the class chooses how an image is reduced. UNSURE is the safe answer, for
+which nothing is reduced.
 
 `Learned` is a softmax regression over hashed words, word pairs and beginnings of words. Its weights
-are `question_class.bin`, which `tools/question_class` trains from wordings. `Words` looks for words.
+are `question_class.bin`, which `tools/question_class` trains from wordings. `Words` looks up words.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import re
 import struct
 import zlib
@@ -50,7 +52,7 @@ class Why(enum.StrEnum):
     UNKNOWN_WORDS = "unknown_words"
     UNCERTAIN = "uncertain"
     TURNS_DIFFER = "turns_differ"
-    TOO_MANY_TURNS = "too_many_turns"
+    TOO_LONG = "too_long"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,8 +72,11 @@ MIN_KNOWN: Final = 0.5
 """Least share of words that occur in the training set. Other languages are far below it."""
 MAX_CHARACTERS: Final = 2_000
 """Length of the end of a turn that is read. Instructions tend to come first, the question last."""
+MAX_SENTENCES: Final = 32
+"""Sentences of a turn that are classified apart."""
 MAX_TURNS: Final = 32
-"""Number of distinct turns above which a request is UNSURE, so that its time is bounded."""
+MAX_TOTAL_CHARACTERS: Final = 4_000
+"""Limits of what is read in total, above which a request is UNSURE, so that its time is bounded."""
 
 NUM_FEATURES: Final = 2_048
 KNOWN_BYTES: Final = 1_536
@@ -95,15 +100,16 @@ def classify(texts: Sequence[str], *, method: Method) -> Classified:
     """
     if not texts:
         return Classified(QuestionClass.UNSURE, 0.0, Why.NO_TEXT)
-    if len(texts) > MAX_TURNS:
-        return Classified(QuestionClass.UNSURE, 0.0, Why.TOO_MANY_TURNS)
+    read = sum(min(len(text), MAX_CHARACTERS) for text in texts[:MAX_TURNS])
+    if len(texts) > MAX_TURNS or read > MAX_TOTAL_CHARACTERS:
+        return Classified(QuestionClass.UNSURE, 0.0, Why.TOO_LONG)
     classify_turn = _by_weights if method == "Learned" else _by_words
     first, *others = dict.fromkeys(texts)
-    result = classify_turn(words(first))
+    result = classify_turn(first)
     for text in others:
         if result.question_class is QuestionClass.UNSURE:
             break
-        result = join(result, classify_turn(words(text)))
+        result = join(result, classify_turn(text))
     return result
 
 
@@ -120,21 +126,23 @@ def join(one: Classified, other: Classified) -> Classified:
 
 
 def words(text: str) -> list[str]:
-    """The lowercase words in the last MAX_CHARACTERS, a word that is cut off left out.
+    """The lowercase words of a text. A run of digits is `0`.
 
-    A run of digits is `0`. Punctuation, symbols and lone surrogates belong to no word.
+    Punctuation, symbols and lone surrogates belong to no word.
     """
-    end = text[-MAX_CHARACTERS:]
-    found = _WORD.findall(_DIGITS.sub("0", end.lower()))
-    cut = len(text) > MAX_CHARACTERS and text[-MAX_CHARACTERS - 1].isalnum() and end[0].isalnum()
-    return found[1:] if cut else found
+    return _WORD.findall(_DIGITS.sub("0", text.lower()))
 
 
 def features(turn: Sequence[str]) -> Counter[int]:
-    """Counts by feature: words, pairs with both ends, and beginnings of 4 letters, hashed."""
+    """Counts by hashed feature: words and ends, pairs of frequent words, beginnings of 4 letters.
+
+    The beginning of a longer word is the feature of the word that it equals: "reading" is "read".
+    Pairs with other words are many and rare: they would share features with words.
+    """
     marked = ["^", *turn, "$"]
-    grams = [*marked, *map("_".join, zip(marked, marked[1:], strict=False))]
-    grams += ["#" + word[:4] for word in turn]
+    grams = marked + [word[:4] for word in turn if len(word) > 4]
+    pairs = itertools.pairwise(marked)
+    grams += [f"{one}_{next_}" for one, next_ in pairs if one in _FREQUENT and next_ in _FREQUENT]
     return Counter(zlib.crc32(gram.encode()) % NUM_FEATURES for gram in grams)
 
 
@@ -166,9 +174,10 @@ class Weights:
         return np.asarray(exponentials / exponentials.sum(), np.float64)
 
     def known_share(self, turn: Sequence[str]) -> float:
-        """Share of the words of a turn, at least one, that the filter holds."""
+        """Share of the words of a turn, at least one, that are ASCII and in the filter."""
         known = self.known
-        held = (all(known[at >> 3] >> (at & 7) & 1 for at in _bits(word)) for word in turn)
+        plain = filter(str.isascii, turn)
+        held = (all(known[at >> 3] >> (at & 7) & 1 for at in _bits(word)) for word in plain)
         return sum(held) / len(turn)
 
     def body(self) -> bytes:
@@ -220,8 +229,17 @@ def _shipped() -> Weights:
     return Weights.from_bytes(Path(__file__).with_suffix(".bin").read_bytes())
 
 
+_FREQUENT: Final = frozenset(
+    re.findall(
+        r"\S+",
+        "^ $ what is are does do how many much which who where when why the a an this of in on at"
+        " there to it for has have did was with s you i me my can any more than or",
+    )
+)
 _WORD = re.compile(r"[^\W_]+")
-_DIGITS = re.compile(r"\d+")
+_SENTENCES = re.compile(r"(?<=[.?!;])\s+|\n+")
+_SPACE = re.compile(r"\s")
+_DIGITS = re.compile(r"[0-9]+")
 
 
 # The word lists are those of the seed design: detail, small, text, read need most; count, many,
@@ -230,30 +248,56 @@ _DIGITS = re.compile(r"\d+")
 _WORD_LISTS: Final = (
     (
         QuestionClass.UNSURE,
-        frozenset(["detail", "details", "detailed", "small", "smaller", "smallest"]),
+        frozenset({"detail", "details", "detailed", "small", "smaller", "smallest"}),
     ),
-    (QuestionClass.READ, frozenset(["text", "texts", "read", "reads", "reading"])),
-    (QuestionClass.COUNT, frozenset(["count", "counts", "counting", "many"])),
+    (QuestionClass.READ, frozenset({"text", "texts", "read", "reads", "reading"})),
+    (QuestionClass.COUNT, frozenset({"count", "counts", "counting", "many"})),
     (QuestionClass.LOCATE, frozenset({"where"})),
 )
 _OTHER_WORDS: Final = QuestionClass.ATTRIBUTE
 
 
-def _by_words(turn: Sequence[str]) -> Classified:
+def _end(text: str) -> str:
+    """The last MAX_CHARACTERS of a text, without a word that is cut."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    end = text[-MAX_CHARACTERS - 1 :]
+    space = _SPACE.search(end)
+    return end[space.end() :] if space else ""
+
+
+def _by_words(text: str) -> Classified:
     """The first list with a word of the turn, else ATTRIBUTE, with probability 1.0."""
+    turn = words(_end(text))
     refused = _refuse(turn)
     if refused is not None:
         return refused
-    found = {
-        question_class for question_class, listed in _WORD_LISTS if not listed.isdisjoint(turn)
-    }
-    if QuestionClass.UNSURE in found:
-        return Classified(QuestionClass.UNSURE, 0.0, Why.UNCERTAIN)
-    chosen = next((one for one, _ in _WORD_LISTS if one in found), _OTHER_WORDS)
-    return Classified(chosen, 1.0, Why.CLASSIFIED)
+    lists = (one for one, listed in _WORD_LISTS if not listed.isdisjoint(turn))
+    question_class = next(lists, _OTHER_WORDS)
+    if question_class is QuestionClass.UNSURE:
+        return Classified(question_class, 0.0, Why.UNCERTAIN)
+    return Classified(question_class, 1.0, Why.CLASSIFIED)
 
 
-def _by_weights(turn: Sequence[str]) -> Classified:
+def _by_weights(text: str) -> Classified:
+    """The class of the whole turn, if no sentence of it is of a class with other needs.
+
+    A sentence that is UNSURE, such as "Answer briefly.", has no say.
+    """
+    end = _end(text)
+    result = _weigh(words(end))
+    sentences = _SENTENCES.split(end.strip())
+    for sentence in sentences[:MAX_SENTENCES] if len(sentences) > 1 else ():
+        if result.question_class is QuestionClass.UNSURE:
+            break
+        asked = _weigh(words(sentence))
+        if asked.question_class is not QuestionClass.UNSURE:
+            result = join(result, asked)
+    return result
+
+
+def _weigh(turn: Sequence[str]) -> Classified:
+    """The class of some words by the shipped weights."""
     refused = _refuse(turn)
     if refused is not None:
         return refused
