@@ -1,4 +1,4 @@
-"""A request with images that exceeds the context is refused, reduced, or loses its oldest images."""
+"""A request that exceeds the context is refused, or its oldest images are reduced or dropped."""
 
 from __future__ import annotations
 

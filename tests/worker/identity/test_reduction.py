@@ -1,7 +1,8 @@
 """Reduced images through engines: the answers are transformers' on the kept rows and positions.
 
 The reference encodes with transformers, reduces its rows by `model.reduce`, and runs the whole
-prompt with positions that are written out here, token by token.
+prompt with positions that are written out here, token by token. Scores are the encoder's own:
+`tests/worker/model/test_token_scores.py` compares them to transformers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from worker.identity.questions import IMAGE_TOKEN_ID, SHAPES, Question, question
 from worker.identity.reference import Answer, load_reference
 
 from vlm_worker.model.reduce import Rankings, merge, rank
+from vlm_worker.model.runner import ModelRunner
+from vlm_worker.model.vision import Embedding
 from vlm_worker.reduction import Method, Reduction
-from vlm_worker.types import ImageItem, Stage
+from vlm_worker.types import ImageItem, PreparedImage, Stage
 
 EOS = 2
 MAX_TOKENS = 12
@@ -29,6 +32,7 @@ REDUCTIONS = (
     Reduction(Method.DIVERSE, 250),
     Reduction(Method.MERGE, 400),
     Reduction(Method.POOL, 500),
+    Reduction(Method.ZIP, 250),
 )
 
 Pairs = tuple[tuple[Question, Answer], ...]
@@ -53,6 +57,18 @@ def reduced(question: Question, reduction: Reduction) -> Question:
     )
 
 
+@functools.cache
+def encoder() -> ModelRunner:
+    return make_runner(SHAPES, Stage.ENCODER)
+
+
+def scores(image: PreparedImage) -> torch.Tensor:
+    (embedding,) = encoder().encode([image])
+    assert isinstance(embedding, Embedding)
+    assert embedding.rankings.scores is not None
+    return embedding.rankings.scores
+
+
 @torch.inference_mode()
 def answer(model: Any, question: Question) -> Answer:
     """Greedy tokens of a reduced question; the whole sequence is computed for each."""
@@ -70,7 +86,8 @@ def answer(model: Any, question: Question) -> Answer:
             patches.view(int(grid.prod()), -1), grid, return_dict=True
         ).pooler_output[0]
         assert image.reduction is not None
-        groups = rank(features, image.cells, image.reduction, Rankings())
+        rankings = Rankings(scores(image) if image.reduction.method is Method.ZIP else None)
+        groups = rank(features, image.cells, image.reduction, rankings)
         embeds[item.offset : item.end] = merge(features, groups)
         positions += [(at, at + int(row), at + int(column)) for row, column in groups.places]
         at += max(image.cells)
