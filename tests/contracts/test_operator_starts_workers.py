@@ -1,10 +1,12 @@
 """Workers can parse the command lines and the configuration that the operator writes."""
 
+import copy
 import json
 import pathlib
 
 import msgspec
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from support.world import body, empty, service, specs
 from vlm_operator import names
@@ -42,6 +44,30 @@ def test_workers_accept_every_command_line(manifest: Manifest):
         else:
             assert isinstance(read, WorkerSettings)
             assert read.role.value == labels[names.LABEL_ROLE]
+
+
+@given(
+    memory=st.sampled_from([{}, {"memory": "1Gi"}, {"memoryPercent": 80}]),
+    shares=st.fixed_dictionaries(
+        {}, optional={"reservePercent": st.integers(0, 50), "visualPercent": st.integers(0, 100)}
+    ),
+)
+def test_a_worker_reads_the_kv_settings_of_its_pool(memory: Manifest, shares: Manifest):
+    manifest = copy.deepcopy(body())
+    manifest["spec"]["pools"]["decode"]["kv"] = memory | shares
+    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
+    (args,) = (
+        item["spec"]["template"]["spec"]["containers"][0]["args"]
+        for item in found.plan.objects
+        if item["kind"] == "Deployment" and item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
+    )
+    read = parse(args, {})
+    assert isinstance(read, WorkerSettings)
+    compute = read.compute
+    assert compute.kv_memory_bytes == (1 << 30 if "memory" in memory else None)
+    assert compute.kv_memory_percent == memory.get("memoryPercent")
+    assert read.kv_reserve_percent == shares.get("reservePercent", 5)
+    assert read.kv_visual_percent == shares.get("visualPercent", 100)
 
 
 def test_the_gateways_configuration_has_the_keys_of_the_contract():
