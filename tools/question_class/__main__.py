@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from question_class.evaluate import held_out, left_out, report
+from question_class.evaluate import held_out, left_out, report, served
 from question_class.train import train
 from question_class.wordings import read
 from vlm_worker.gateway import question_class
@@ -37,6 +37,7 @@ def main() -> None:
     for name in ("heldout.txt", "heldout_2.txt"):
         for line in report(name, held_out(weights, read(name)), errors=arguments.errors):
             print(line)
+        print(f"  shipped   {dict(sorted(served(read(name)).items()))}")
     if arguments.folds:
         outcomes = list(left_out(wordings, folds=arguments.folds))
         for line in report("left out", outcomes, errors=arguments.errors):

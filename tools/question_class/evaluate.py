@@ -8,6 +8,7 @@ lost              sure of a wrong class whose images are reduced: what costs acc
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from vlm_worker.gateway.question_class import (
     MIN_PROBABILITY,
     QuestionClass,
     Weights,
+    classify,
     features,
     words,
 )
@@ -82,6 +84,23 @@ def held_out(weights: Weights, wordings: Sequence[Wording]) -> list[Outcome]:
     """The outcomes of questions without slots, those of UNSURE left out."""
     asked = [one for one in wordings if one.question_class is not QuestionClass.UNSURE]
     return [outcome(weights, wording, wording.text) for wording in asked]
+
+
+def served(wordings: Sequence[Wording]) -> Counter[str]:
+    """Number of held-out questions by what `classify` and the shipped weights make of them.
+
+    `right`, `unsure`, `lost`, or `harmless`: a wrong class whose images are not reduced either.
+    """
+    counts: Counter[str] = Counter()
+    for wording in wordings:
+        found = classify([wording.text], method="Learned").question_class
+        if found is wording.question_class:
+            counts["right"] += 1
+        elif found is QuestionClass.UNSURE:
+            counts["unsure"] += 1
+        else:
+            counts["harmless" if found in NATIVE else "lost"] += 1
+    return counts
 
 
 def report(title: str, outcomes: Sequence[Outcome], *, errors: bool = False) -> Iterator[str]:
