@@ -77,6 +77,27 @@ def test_a_hit_that_ends_inside_a_reduced_image_is_cut_back(num_blocks: int, usa
     assert num_usable_blocks(num_blocks, [item(6, 10, None)], block_size=4) == num_blocks
 
 
+def test_a_hit_is_cut_back_until_it_ends_inside_no_reduced_image() -> None:
+    """Images of tokens 2 to 4 and 6 to 12: before the second one, a block ends inside the first."""
+    items = [item(2, 3, HALF), item(6, 7, HALF)]
+    assert num_usable_blocks(2, items, block_size=4) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20), st.booleans())), st.integers(0, 40)
+)
+def test_a_cut_hit_ends_inside_no_reduced_image(
+    gaps_and_sizes: list[tuple[int, int, bool]], num_blocks: int
+) -> None:
+    items, at = [], 0
+    for gap, size, is_reduced in gaps_and_sizes:
+        items.append(item(at + gap, size, HALF if is_reduced else None))
+        at = items[-1].end
+    end = 4 * num_usable_blocks(num_blocks, items, block_size=4)
+    assert end <= 4 * num_blocks
+    assert not any(one.reduction and one.offset < end < one.end for one in items)
+
+
 def test_text_after_a_reduced_image_has_the_positions_that_it_has_after_the_whole_one() -> None:
     family = load_family(SHAPES)
     pad, grid = family.image_token_id, (1, 8, 12)  # 4 x 6 cells

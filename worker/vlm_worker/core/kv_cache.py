@@ -296,12 +296,12 @@ def num_usable_blocks(num_blocks: int, items: Sequence[ImageItem], *, block_size
 
     A hit that ends inside a reduced image is cut back to the last full block before it. The rest of
     the image would come from another encoder call. If scores tie within rounding, that call may
-    keep another token, and the sequence would have one cell twice and lack another.
+    keep another token, and the sequence would have one cell twice and lack another. That block may
+    end inside the image before, so the last image comes first.
     """
-    end = num_blocks * block_size
-    for item in items:
-        if item.reduction is not None and item.offset < end < item.end:
-            return item.offset // block_size
+    for item in reversed(items):
+        if item.reduction is not None and item.offset < num_blocks * block_size < item.end:
+            num_blocks = item.offset // block_size
     return num_blocks
 
 
