@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Final, Literal, assert_never
 
@@ -185,9 +186,14 @@ class VisualPolicy:
         tier = self._limits.low if name == "low" else self._limits.medium
         return Choice(tier.max_pixels or 0, tier.reduction, name, why)
 
+    @functools.cached_property
+    def _class(self) -> QuestionClass:
+        """The class of the question, which all images of a request share."""
+        return classify(self._texts, method=self._limits.classifier).question_class
+
     def _of_class(self) -> Choice:
         """What the class of the question needs, with the share of the low tier."""
-        found = classify(self._texts, method=self._limits.classifier).question_class
+        found = self._class
         if found in CLASSES_OF_LESS_PIXELS:
             return Choice(self._family.max_pixels_of("low"), None, found.value, Why.CLASS)
         method = CLASS_METHODS.get(found)
