@@ -183,6 +183,7 @@ async def test_draining_fails_the_reductions_that_wait(start: Any, until: Any) -
     await encode_first(engine, runner, until)
     stream = engine.encode(key("a"), [reduced(1, HALF)])
     draining = asyncio.ensure_future(engine.drain())
+    await asyncio.sleep(0)  # the engine thread gets it before the gate opens
     runner.gate.set()
     (event,) = await events(stream)
     assert isinstance(event, ItemFailed)
