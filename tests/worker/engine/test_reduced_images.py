@@ -189,3 +189,21 @@ async def test_draining_fails_the_reductions_that_wait(start: Any, until: Any) -
     assert isinstance(event, ItemFailed)
     assert isinstance(event.error, DrainingError)
     await draining
+
+
+async def test_each_image_of_a_call_counts_as_one_lookup(start: Any) -> None:
+    """`pin_cached` reduces the whole image; `encode` counts it. One that cannot tell is a miss."""
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    await events(engine.encode(key("a"), [reduced(1, None)]))
+    assert await engine.pin_cached(key("b"), reduced(1, HALF))
+    await events(engine.encode(key("b"), [reduced(1, HALF)]))
+    cache = engine.stats().encoder_cache
+    assert (cache.hits, cache.misses) == (1, 1)
+    runner.faults.unranked = 1
+    await events(engine.encode(key("c"), [reduced(1, ZIP)]))
+    cache = engine.stats().encoder_cache
+    assert (cache.hits, cache.misses) == (1, 2)
+    await events(engine.encode(key("d"), [reduced(1, QUARTER)]))
+    cache = engine.stats().encoder_cache
+    assert (cache.hits, cache.misses) == (2, 2)

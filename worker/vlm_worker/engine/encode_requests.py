@@ -109,7 +109,7 @@ class EncodeRequests:
         if entry is not None and entry.ready:  # `encode` will count the lookup
             entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
         elif entry is None and image.reduction is not None:
-            entry = self._reduced.from_cache(image, key)
+            entry = self._reduced.from_cache(image, key, counted=False)
         if entry is None or not entry.ready:
             return False
         if all(pin.entry is not entry for pin in self._cached_pins(key)):

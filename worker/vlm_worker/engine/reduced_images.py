@@ -12,7 +12,7 @@ import functools
 from collections.abc import Hashable
 from typing import Any
 
-from vlm_worker.core.encoder_cache import EncoderCache, Entry
+from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.encoder_batches import EncoderQueue
 from vlm_worker.engine.runner import EmbeddingCopies
@@ -34,10 +34,13 @@ class ReducedImages:
         self._cache, self._queue, self._copies = cache, queue, copies
         self._wholes: dict[Entry, Entry] = {}  # kept entry, not filled yet: its whole entry
 
-    def from_cache(self, image: PreparedImage, owner: Hashable) -> Entry | None:
+    def from_cache(
+        self, image: PreparedImage, owner: Hashable, *, counted: bool = True
+    ) -> Entry | None:
         """Reduce the cached whole image; returns the filled entry, pinned for `owner`.
 
-        Returns None if the whole image is not cached, or cannot tell which tokens to keep.
+        Returns None if the whole image is not cached, or cannot tell which tokens to keep. Else it
+        counts as a hit, with `counted`.
 
         Raises:
             EngineError: the device fails.
@@ -46,7 +49,10 @@ class ReducedImages:
         whole = self._cache.find(image.image_key, num_tokens=num_tokens, now=now)
         if whole is None or not whole.ready:
             return None
-        whole = self._cache.lookup(image.image_key, self, num_tokens=num_tokens, now=now)
+        tier = self._cache.cold if whole.tier is Tier.COLD else self._cache.hot
+        whole = self._cache.lookup(
+            image.image_key, self, num_tokens=num_tokens, now=now, counted=False
+        )
         if whole is None:
             return None
         try:
@@ -55,6 +61,7 @@ class ReducedImages:
             self._cache.unpin(whole, self, now=now)
         if embedding is None:
             return None
+        tier.num_hits += counted
         entry = self._begin(image, owner)
         self._complete(entry, image, embedding)
         return entry
