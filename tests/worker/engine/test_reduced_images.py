@@ -167,6 +167,17 @@ async def test_a_failed_reduction_fails_its_image_alone(start: Any, *, cached: b
     assert engine.stats().num_pinned_embeddings == 0
 
 
+async def test_a_known_image_whose_reduction_fails_is_not_pinned(start: Any) -> None:
+    """An error here would end the whole call; `encode` fails this image alone."""
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    await events(engine.encode(key("a"), [reduced(1, None)]))
+    runner.faults.reduce_error = RuntimeError("the device is full")
+    assert not await engine.pin_cached(key("b"), reduced(1, HALF))
+    await engine.cancel(key("a"))
+    assert engine.stats().num_pinned_embeddings == 0
+
+
 async def test_a_bad_image_fails_every_reduction(start: Any) -> None:
     runner = ChecksumRunner()
     runner.faults.bad_images = {reduced(1, None).image_key}

@@ -10,6 +10,7 @@ prefill without a copy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Hashable
 from typing import Any
@@ -109,7 +110,8 @@ class EncodeRequests:
         if entry is not None and entry.ready:  # `encode` will count the lookup
             entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
         elif entry is None and image.reduction is not None:
-            entry = self._reduced.from_cache(image, key, counted=False)
+            with contextlib.suppress(EngineError):  # `encode` tries again, and fails the item
+                entry = self._reduced.from_cache(image, key, counted=False)
         if entry is None or not entry.ready:
             return False
         if all(pin.entry is not entry for pin in self._cached_pins(key)):
