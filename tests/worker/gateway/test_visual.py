@@ -209,6 +209,8 @@ def test_a_request_has_a_limit_of_visual_tokens_and_a_tenant_its_own() -> None:
     [
         ('{"method": "Pool", "keep_percent": 30}', "Pool keeps 50 or 25 percent"),
         ('{"keep_percent": 0}', "not 1 to 100"),
+        ('{"max_pixels": -5}', "low.max_pixels is -5, not 1 to"),
+        ('{"max_pixels": 2199023255552}', "low.max_pixels is 2199023255552, not 1 to"),
         ('{"method": "Best"}', "Best"),
     ],
 )

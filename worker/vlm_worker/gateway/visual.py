@@ -21,6 +21,7 @@ from typing import Final, Literal, assert_never
 
 import msgspec
 
+from vlm_worker.annotations import MAX_PIXELS
 from vlm_worker.core.families import Family
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart, Visual
@@ -280,6 +281,8 @@ def problem_of(limits: VisualLimits) -> str | None:
     for name, tier in (("low", limits.low), ("medium", limits.medium)):
         if not 1 <= tier.keep_percent <= 100:
             return f"limits.visual.{name}.keep_percent is {tier.keep_percent}, not 1 to 100"
+        if tier.max_pixels is not None and not 1 <= tier.max_pixels <= MAX_PIXELS:
+            return f"limits.visual.{name}.max_pixels is {tier.max_pixels}, not 1 to {MAX_PIXELS}"
         if tier.method == "Pool" and tier.keep_percent * 10 not in POOL_BLOCKS:
             return f"limits.visual.{name}: Pool keeps 50 or 25 percent, not {tier.keep_percent}"
     return None
