@@ -146,6 +146,15 @@ def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) ->
     return [stage for stage in Stage if stage in needed and stage not in loaded]
 
 
+def least_queued_seconds(candidates: Sequence[Candidate], stage: Stage) -> float | None:
+    """The least queued work, in seconds, of the pods that new requests get for a stage.
+
+    None if there is no such pod.
+    """
+    pods, _ = _Usable(tuple(c for c in candidates if c.ready), frozenset()).pool(stage)
+    return min((c.work_queued_seconds for c in pods), default=None)
+
+
 def rendezvous(key: bytes, name: str) -> int:
     """The weight of a pod for a key: the pod with the largest weight is the key's home.
 

@@ -17,6 +17,7 @@ from vlm_worker.route import (
     Route,
     another_decode,
     choose,
+    least_queued_seconds,
     missing_stages,
     rendezvous,
 )
@@ -227,3 +228,16 @@ def test_stages_are_missing_until_a_ready_and_accepting_pod_has_them() -> None:
     pods = [encoder(accepting=False), prefill(ready=False), decode()]
     assert missing_stages(pods, frozenset(Stage)) == [E, P]
     assert missing_stages([decode(stages=(E, P, D))], frozenset(Stage)) == []
+
+
+def test_the_least_queued_work_is_that_of_a_pod_that_takes_new_images() -> None:
+    """Idle pods that get no image would hide that all encoders are overloaded."""
+    busy = [encoder("a", work_queued_seconds=9.0), encoder("b", work_queued_seconds=7.0)]
+    idle = [
+        encoder("drains", accepting=False),
+        encoder("starts", ready=False),
+        prefill(stages=(E, P)),
+    ]
+    assert least_queued_seconds([*idle, *busy], E) == 7.0
+    assert least_queued_seconds([prefill(stages=(E, P), work_queued_seconds=3.0)], E) == 3.0
+    assert least_queued_seconds([decode()], E) is None

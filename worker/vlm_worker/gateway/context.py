@@ -18,7 +18,7 @@ from vlm_worker.gateway.orchestrate.generation import RetryPolicy
 from vlm_worker.gateway.pod_registry import Connect, Registry
 from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.request_preparation import Preparer
-from vlm_worker.route import missing_stages
+from vlm_worker.route import least_queued_seconds, missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor
 from vlm_worker.telemetry import SpanExporter
@@ -145,8 +145,7 @@ class GatewayContext:
 
     def _observe_encoders(self) -> None:
         """Begin or end the brown-out of visual tokens."""
-        encoders = [c for c in self.registry.candidates() if Stage.ENCODER in c.stages]
-        queued = min((c.work_queued_seconds for c in encoders), default=None)
+        queued = least_queued_seconds(self.registry.candidates(), Stage.ENCODER)
         limit = self.config_watcher.now.config.limits.visual.brown_out_seconds
         brown_out, was_on = self.preparer.brown_out, self.preparer.brown_out.is_on
         brown_out.observe(queued, limit, now=self.clock())
