@@ -12,7 +12,13 @@ from worker.engine.encode_helpers import encode_first, events, key, prepared_ima
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemFailed, ItemReady
-from vlm_worker.errors import CancelledError, DrainingError, EngineError, InvalidImageError
+from vlm_worker.errors import (
+    CancelledError,
+    DrainingError,
+    EngineError,
+    InvalidImageError,
+    InvalidRequestError,
+)
 from vlm_worker.reduction import Method, Reduction
 from vlm_worker.testing import ChecksumRunner, PlacedRows, embed
 from vlm_worker.types import PreparedImage
@@ -176,6 +182,29 @@ async def test_a_known_image_whose_reduction_fails_is_not_pinned(start: Any) -> 
     assert not await engine.pin_cached(key("b"), reduced(1, HALF))
     await engine.cancel(key("a"))
     assert engine.stats().num_pinned_embeddings == 0
+
+
+async def test_an_image_whose_whole_embedding_does_not_fit_is_refused(start: Any) -> None:
+    """E6 bounds images by the context of a model, which a reduced one may exceed before."""
+    runner = ChecksumRunner()
+    num_bytes = 6 * runner.embed_layout.row_bytes
+    engine: Engine = start(runner, max_image_tokens=6, embedding_cache_bytes=num_bytes)
+    (event,) = await events(engine.encode(key("a"), [reduced(1, QUARTER)]))  # 8 tokens, 2 kept
+    assert isinstance(event, ItemFailed)
+    assert isinstance(event.error, InvalidRequestError)
+    assert runner.batch_sizes == []
+
+
+async def test_held_bytes_include_the_places(start: Any) -> None:
+    engine: Engine = start(ChecksumRunner())
+    (event,) = await events(engine.encode(key("a"), [reduced(1, HALF)]))
+    assert isinstance(event, ItemReady)
+    await engine.pin_cached(key("b"), reduced(1, HALF))
+    assert (
+        engine.stats().held_embedding_bytes
+        == 2 * event.num_bytes
+        == 2 * len(wire(reduced(1, HALF)))
+    )
 
 
 async def test_a_bad_image_fails_every_reduction(start: Any) -> None:

@@ -115,7 +115,8 @@ class EncodeRequests:
         if entry is None or not entry.ready:
             return False
         if all(pin.entry is not entry for pin in self._cached_pins(key)):
-            self._pin(self._attempts.open(key), entry, key, item=None)
+            pin = EmbeddingPin(entry, key, None, self._num_bytes(image), self)
+            self._attempts.open(key).acquire(pin)
         return True
 
     def unpin_cached(self, key: RequestKey) -> None:
@@ -228,9 +229,9 @@ class EncodeRequests:
             return True
         return any(pin.item is not None for pin in self._attempts.of(key, EmbeddingPin))
 
-    def _pin(self, attempt: Attempt, entry: Entry, owner: Hashable, *, item: int | None) -> None:
-        num_bytes = entry.num_tokens * self._runner.embed_layout.row_bytes
-        attempt.acquire(EmbeddingPin(entry, owner, item, num_bytes, self))
+    def _num_bytes(self, image: PreparedImage) -> int:
+        """Bytes of the embedding that a prompt gets, places included."""
+        return image.kept_tokens * self._runner.embed_layout.row_bytes_of(image.reduction)
 
     def _check(self, key: RequestKey, images: tuple[PreparedImage, ...]) -> None:
         """Raise the error of a call that is refused."""
@@ -238,11 +239,12 @@ class EncodeRequests:
             raise DrainingError("this worker is draining")
         if self._is_encoded(key):
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
-        row_bytes = self._runner.embed_layout.row_bytes
-        needed = sum(image.kept_tokens for image in images) * row_bytes
-        if needed > self._settings.embedding_cache_bytes:
+        needed = sum(map(self._num_bytes, images))
+        largest = max(image.num_tokens for image in images)  # encoded whole, then reduced
+        most = max(needed, largest * self._runner.embed_layout.row_bytes)
+        if most > self._settings.embedding_cache_bytes:
             raise InvalidRequestError(
-                f"the embeddings of this request take {needed} bytes, and this worker has "
+                f"the embeddings of this request take {most} bytes, and this worker has "
                 f"{self._settings.embedding_cache_bytes}: send fewer or smaller images, or raise "
                 "--embedding-cache-bytes"
             )
@@ -269,7 +271,7 @@ class EncodeRequests:
         except EngineError as error:
             self._failed(call, item, error)
             return
-        self._pin(attempt, entry, owner, item=item)
+        attempt.acquire(EmbeddingPin(entry, owner, item, self._num_bytes(image), self))
         if entry.ready:
             self._ready(call, item, entry, (now, now, now), cache_hit=True)
             return
