@@ -5,7 +5,7 @@
     make bench ARGS="tables"        benchmarks of the other tables of docs/performance.md
     make bench ARGS="all"           all benchmarks
     make bench ARGS=--table         measures nothing, prints the tables of the latest figures
-    make bench ARGS=--document      measures nothing, writes them into docs/performance.md
+    make bench ARGS=--document      measures nothing, writes them into `DOCUMENTS`
     make bench ARGS="--machine=amx" records the figures of another machine in a file of its own
 
 Each script runs the compared programs in turn and prints JSON lines. bench/results/latest.jsonl
@@ -35,7 +35,7 @@ import tables
 from sides import seconds_of_others
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parent / "docs" / "performance.md"
+DOCUMENTS = tuple(HERE.parent / "docs" / name for name in ("performance.md", "visual-tokens.md"))
 LATEST = table.RESULTS / "latest.jsonl"
 GOALS_MINUTES, DAY_MINUTES = 12.0, 24 * 60.0
 MARGIN_SECONDS = 10.0
@@ -63,6 +63,7 @@ TABLES = (
     "split_ttft",
     "int8_accuracy",
     "jpeg_scaling",
+    "visual_tokens",
     "memory",
 )
 OTHERS = (
@@ -97,7 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*GROUPS, *ALL)))
     parser.add_argument("--table", action="store_true", help="measure nothing, print all tables")
-    parser.add_argument("--document", action="store_true", help=f"write them into {DOCUMENT.name}")
+    parser.add_argument("--document", action="store_true", help="write them into the pages of docs")
     parser.add_argument("--machine", type=_name, help="name of another machine")
     parser.add_argument("--minutes", type=float, help="time limit; default: 12 without names")
     args = parser.parse_args()
@@ -116,8 +117,9 @@ def main() -> int:
     for name in tables.TABLES if only_tables else ("goals",):
         print(f"{name}\n\n{tables.render(name, lines)}\n")
     if args.document:
-        text = tables.fill(DOCUMENT.read_text(), table.recorded(), elsewhere)
-        DOCUMENT.write_text(text)
+        for document in DOCUMENTS:
+            text = tables.fill(document.read_text(), table.recorded(), elsewhere)
+            document.write_text(text)
     return max((run.status for run in runs.values()), default=0)
 
 
@@ -193,7 +195,10 @@ def _measure_all(
 
 def _write(file: Path, earlier: Sequence[table.Line], runs: Mapping[str, Run]) -> None:
     """Replace the earlier lines of benchmarks that now printed figures."""
-    new = {name: run.lines for name, run in runs.items() if len(run.lines) > 1}
+    printed = {name: run.lines for name, run in runs.items() if len(run.lines) > 1}
+    new = {name: lines for name, lines in printed.items() if name not in table.APART}
+    if not new:
+        return  # figures of another machine stay, too
     added = [json.loads(line) for lines in new.values() for line in lines]
     machine = earlier[0] if earlier else _machine()
     table.write(file, [machine, *table.without(earlier, {"machine", *new}), *added])

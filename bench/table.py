@@ -20,7 +20,9 @@ from probes import MAX_PROBE_RATIO
 Line = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
-FILES = ("latest.jsonl", "peers.jsonl")
+FILES = ("latest.jsonl", "peers.jsonl", "visual_tokens.jsonl")
+APART = frozenset({"visual_tokens"})
+"""Benchmarks that record figures themselves, if asked: a run for its goals asks fewer questions."""
 OTHER = "machine-"
 MAX_BY_OTHERS = 0.1
 """Share of processor time that other processes may use."""

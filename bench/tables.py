@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, rendered from recorded lines between their marks. Pure.
+"""The tables of pages of docs, rendered from recorded lines between their marks. Pure.
 
 <!-- table decode -->           <!-- table goals at amx -->      figures of another machine, by name
 ...                             ...
@@ -12,13 +12,14 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import table
+import visual_report
 from goals import GOALS, OURS, PEERS, relative_to
 from table import Line
 
 Cells = list[Sequence[str]]
 
 MARKED = re.compile(r"(<!-- table (\w+)(?: at (\w+))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
-UNTIMED = frozenset({"int8_accuracy"})
+UNTIMED = frozenset({"int8_accuracy", "visual_tokens"})
 LINE = 120
 MIDDLE_AND_TAIL = ("p50_ms", "p95_ms")
 CASES = {
@@ -233,6 +234,9 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Line]], Cells]]] = {
     "paged_attention": ("paged_attention", paged_attention),
     "cache": ("cache", cache),
     "accuracy": ("int8_accuracy", accuracy),
+    "visual_tokens": (visual_report.BENCH, visual_report.summary),
+    "visual_kinds": (visual_report.BENCH, visual_report.kinds),
+    "visual_goals": (visual_report.BENCH, visual_report.goals),
 }
 """By the name in its mark: the benchmark that it shows, and its cells."""
 

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import run
 from goals import GOALS
 from table import (
+    APART,
     FILES,
     RELABELLED,
     Goal,
@@ -215,6 +216,21 @@ def test_one_file_never_has_figures_of_two_machines(
         run.measure(["speed"], file, seconds=60.0)
         kept = [json.loads(text)["bench"] for text in file.read_text().splitlines()]
         assert [name for name in kept if "." not in name] == ["machine", *want]
+
+
+@pytest.mark.parametrize("cpu", ["one", "another"])
+def test_a_benchmark_with_a_record_of_its_own_leaves_the_latest_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: str
+) -> None:
+    (name,) = APART
+    few = run.Run(0, 1.0, [json.dumps({"bench": name}), json.dumps({"bench": f"{name}.took"})])
+    monkeypatch.setattr(run, "_measure", lambda *_: few)
+    monkeypatch.setattr(run, "_machine", lambda: {"bench": "machine", "cpu": "one"})
+    file = tmp_path / "latest.jsonl"
+    file.write_text(f"{json.dumps({'bench': 'machine', 'cpu': cpu})}\n{json.dumps(line(0.5))}\n")
+    before = file.read_text()
+    assert run.measure([name], file, seconds=60.0) == {name: few}
+    assert file.read_text() == before
 
 
 @given(st.floats(0, 1), st.floats(0, 1))

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md are rendered from the recorded lines."""
+"""The tables of pages of docs are rendered from the recorded lines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+from run import DOCUMENTS
 from table import elsewhere, recorded
 from tables import TABLES, fill, render
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 HIT = {"ratio": 1.0, "floor": 0.25}
 
 
@@ -26,8 +26,9 @@ def peer(engine: str, seconds: float) -> dict[str, object]:
     return {"bench": "peers", "engine": engine, **figures, "per_round": rounds}
 
 
-def test_the_document_has_a_mark_for_each_table() -> None:
-    assert sorted(re.findall(r"<!-- table (\w+) -->", DOCUMENT.read_text())) == sorted(TABLES)
+def test_the_documents_have_a_mark_for_each_table() -> None:
+    texts = "".join(document.read_text() for document in DOCUMENTS)
+    assert sorted(re.findall(r"<!-- table (\w+) -->", texts)) == sorted(TABLES)
 
 
 def test_filling_changes_only_tables_and_is_idempotent() -> None:
@@ -39,10 +40,12 @@ def test_filling_changes_only_tables_and_is_idempotent() -> None:
     assert once.endswith("|\n\n<!-- end -->\nafter\n")
     assert "old" not in once
     assert fill(once, lines) == once
-    whole, others = DOCUMENT.read_text(), elsewhere()
+    others = elsewhere()
     empty: dict[str, list[dict[str, object]]] = {name: [] for name in others}
-    again = fill(fill(whole, [], empty), recorded(), others)
-    assert again == fill(whole, recorded(), others)
+    for document in DOCUMENTS:
+        whole = document.read_text()
+        again = fill(fill(whole, [], empty), recorded(), others)
+        assert again == fill(whole, recorded(), others)
 
 
 def test_a_table_of_another_machine_has_its_lines() -> None:

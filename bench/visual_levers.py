@@ -1,0 +1,198 @@
+"""What a lever changes between an image and the visual tokens that the decoder reads.
+
+    off       the whole image                                   what all others are compared with
+    pixels    the image resized to a share of its pixels        the baseline of every reduction
+    pool, merge, diverse, zip                                   `vlm_worker.reduction` by share
+    auto      what the gateway's policy `Auto` chooses by the class of the question, as it finds it
+    kv        the whole image, KV cache in int8
+    weights   the whole image, encoded with int8 weights
+
+The worker's own code does all of it: processor, vision tower, reduction, decoder. Visual tokens of
+one image are encoded once, and all reductions read the same embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import int8_accuracy
+import numpy as np
+import torch
+from teacher import Forced, forced
+from visual_questions import Question, token_ids
+
+from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.visual import Choice, VisualLimits, VisualPolicy
+from vlm_worker.media.patches import make_patches
+from vlm_worker.reduction import Method, Reduction
+from vlm_worker.types import ImageItem, PreparedImage
+
+KEY: Final = bytes(32)
+ENCODED_TOGETHER: Final = 32
+SCORED: Final = Reduction(Method.ZIP, 500)
+"""Asks the encoder for attention scores, without which ZIP cannot rank."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A lever at one of its values.
+
+    Attributes:
+        lever: one of `LEVERS`.
+        value: what tables call it: the share of pixels or tokens, or a type.
+        permille: that share; 1000 for the whole image, and for `auto`.
+    """
+
+    lever: str
+    value: str
+    permille: int = 1000
+
+    @property
+    def name(self) -> str:
+        return f"{self.lever} {self.value}".strip()
+
+
+def _shares(lever: str, *permille: int) -> tuple[Setting, ...]:
+    return tuple(Setting(lever, f"1/{round(1000 / one)}", one) for one in permille)
+
+
+OFF: Final = Setting("off", "")
+ALWAYS: Final = ("off", "pixels")
+"""Levers that are measured beside every other one."""
+LEVERS: Final[Mapping[str, tuple[Setting, ...]]] = {
+    "off": (OFF,),
+    "pixels": _shares("pixels", 500, 250),
+    "pool": _shares("pool", 500, 250),
+    "merge": _shares("merge", 500, 250),
+    "diverse": _shares("diverse", 500, 250, 125),
+    "zip": _shares("zip", 500, 250, 125),
+    "auto": (Setting("auto", "Learned"), Setting("auto", "Words")),
+    "kv": (Setting("kv", "int8"),),
+    "weights": (Setting("weights", "int8 encoder"),),
+}
+
+
+def chosen(levers: Sequence[str]) -> list[Setting]:
+    """The settings of these levers behind `off` and the baseline; all levers if none is named.
+
+    Raises KeyError for an unknown lever.
+    """
+    names = dict.fromkeys((*ALWAYS, *(levers or LEVERS)))
+    return [setting for name in names for setting in LEVERS[name]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Seen:
+    """A question with its encoded image.
+
+    Attributes:
+        image: as prepared for the encoder.
+        embedding: of the whole image (`model.vision.Embedding`).
+    """
+
+    question: Question
+    image: PreparedImage
+    embedding: Any
+
+
+class Worker:
+    """The runners of `shapes`, each built at its first use."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads = threads
+
+    @functools.cached_property
+    def runner(self) -> Any:
+        """As it is served: the checkpoint's dtype."""
+        return self._built({})
+
+    @functools.cached_property
+    def int8_kv(self) -> Any:
+        return self._built({"kv_dtype": "int8"})
+
+    @functools.cached_property
+    def int8_weights(self) -> Any:
+        return self._built({"weights": "int8"})
+
+    def _built(self, options: dict[str, Any]) -> Any:
+        return int8_accuracy.runner_of({"dtype": "auto", "num_threads": self._threads, **options})
+
+    def decoder(self, setting: Setting) -> Any:
+        """The runner that decodes with this setting."""
+        return self.int8_kv if setting.lever == "kv" else self.runner
+
+    def see(self, questions: Sequence[Question], *, permille: int = 1000) -> list[Seen]:
+        """Prepare and encode the images at a share of their pixels."""
+        caps = [one.rgb.shape[0] * one.rgb.shape[1] * permille // 1000 for one in questions]
+        images = [self._prepared(*one) for one in zip(questions, caps, strict=True)]
+        return self._encoded(self.runner, questions, images)
+
+    def sequences(self, setting: Setting, seen: Sequence[Seen]) -> list[Forced]:
+        """What the decoder reads with this setting."""
+        questions = [one.question for one in seen]
+        match setting.lever:
+            case "off" | "kv":
+                return [self._whole(one) for one in seen]
+            case "pixels":
+                return [self._whole(one) for one in self.see(questions, permille=setting.permille)]
+            case "auto":
+                return [self._chosen(one, choice_of(setting, one.question, self)) for one in seen]
+            case "weights":
+                images = [one.image for one in seen]
+                encoded = self._encoded(self.int8_weights, questions, images)
+                return [self._whole(one) for one in encoded]
+            case lever:
+                reduction = Reduction(Method(lever), setting.permille)
+                return [self._reduced(one, reduction) for one in seen]
+
+    def _prepared(self, question: Question, max_pixels: int) -> PreparedImage:
+        processor = self.runner.family.processor.capped(max_pixels)
+        geometry = processor.geometry(*question.rgb.shape[:2])
+        patches = make_patches(question.rgb, processor, geometry)
+        return PreparedImage(KEY, geometry.grid_thw, geometry.num_tokens, patches.data, SCORED)
+
+    def _encoded(
+        self, runner: Any, questions: Sequence[Question], images: Sequence[PreparedImage]
+    ) -> list[Seen]:
+        embeddings: list[Any] = []
+        for first in range(0, len(images), ENCODED_TOGETHER):
+            embeddings += runner.encode(images[first : first + ENCODED_TOGETHER])
+        errors = [one for one in embeddings if isinstance(one, Exception)]
+        if errors:
+            raise errors[0]
+        return [Seen(*one) for one in zip(questions, images, embeddings, strict=True)]
+
+    def _whole(self, seen: Seen) -> Forced:
+        return self._forced(seen, np.arange(seen.image.num_tokens), seen.embedding.rows)
+
+    def _chosen(self, seen: Seen, choice: Choice) -> Forced:
+        if choice.max_pixels:
+            image = self._prepared(seen.question, choice.max_pixels)
+            (seen,) = self._encoded(self.runner, [seen.question], [image])
+        return self._reduced(seen, choice.reduction) if choice.reduction else self._whole(seen)
+
+    def _reduced(self, seen: Seen, reduction: Reduction) -> Forced:
+        reduced = self.runner.reduce_embedding(seen.embedding, seen.image.cells, reduction)
+        if reduced is None:
+            raise ValueError(f"the embedding lacks what {reduction.method} needs")
+        places = reduced.places.astype(np.int64)
+        kept = places[:, 0] * seen.image.cells[1] + places[:, 1]
+        return self._forced(seen, kept, reduced.rows)
+
+    def _forced(self, seen: Seen, kept: np.ndarray, rows: torch.Tensor) -> Forced:
+        image = seen.image
+        ids, first = token_ids(seen.question, image.cells)
+        item = ImageItem(KEY, first, image.num_tokens, image.grid_thw)
+        num_answer = len(seen.question.answer)
+        return forced(self.runner.family, ids, item, kept, rows, num_answer=num_answer)
+
+
+def choice_of(setting: Setting, question: Question, worker: Worker) -> Choice:
+    """The gateway's decision on the image of a request without `detail` and `visual`."""
+    limits = VisualLimits(policy="Auto", classifier=setting.value)  # type: ignore[arg-type]
+    message = Message("user", (TextPart(question.text),))
+    policy = VisualPolicy(limits, worker.runner.family, tenant="", visual=None, messages=[message])
+    return policy.of(ImagePart("", "auto", ""))
