@@ -82,8 +82,8 @@ def cells_of(grid_thw: tuple[int, int, int], num_tokens: int) -> Cells:
     Raises:
         ValueError: the tokens are not a grid of equal squares of patches.
     """
-    _, height, width = grid_thw
+    time, height, width = grid_thw
     side = math.isqrt(height * width // num_tokens) if num_tokens > 0 else 0
-    if not side or (height // side) * (width // side) != num_tokens:
+    if time != 1 or not side or (height // side) * (width // side) != num_tokens:
         raise ValueError(f"{num_tokens} tokens are no grid of cells of the patches {grid_thw}")
     return height // side, width // side

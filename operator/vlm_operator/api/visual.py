@@ -113,3 +113,12 @@ class Visual(Model):
     tenants: list[TenantVisual] = field(
         [], "Other defaults and limits of single tenants.", keys="name", max_length=64
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="brown-out-pixels",
+            holds="!has(self.brownOutSeconds) || (has(self.low) && has(self.low.maxPixels))",
+            message="a brown-out relieves encoders by fewer pixels alone: set low.maxPixels",
+            at=".brownOutSeconds",
+        ),
+    )

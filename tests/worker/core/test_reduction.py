@@ -1,4 +1,4 @@
-"""Reductions: counts from the grid alone, one key per policy, and hits that mix no selections."""
+"""Reductions: counts from the grid alone, one key per policy, and positions that stay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from worker.checkpoints import SHAPES
 
 from vlm_worker.core.families import load_family
-from vlm_worker.core.kv_cache import num_usable_blocks
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.reduction import Method, Reduction, cells_of
 from vlm_worker.types import ImageItem, PreparedImage
@@ -49,7 +48,9 @@ def test_a_pool_of_another_share_is_refused() -> None:
         Reduction(Method.POOL, 300).num_tokens((4, 4))
 
 
-@pytest.mark.parametrize(("grid", "tokens"), [((1, 4, 4), 3), ((1, 4, 4), 0), ((1, 24, 24), 577)])
+@pytest.mark.parametrize(
+    ("grid", "tokens"), [((1, 4, 4), 3), ((1, 4, 4), 0), ((4, 4, 4), 16), ((1, 24, 24), 577)]
+)
 def test_tokens_that_are_no_cells_are_refused(grid: tuple[int, int, int], tokens: int) -> None:
     with pytest.raises(ValueError, match="no grid of cells"):
         cells_of(grid, tokens)
@@ -60,42 +61,7 @@ def test_an_image_without_a_reduction_keeps_its_key_and_tokens() -> None:
     assert (image.kept_key, image.kept_tokens, image.cells) == (b"k" * 32, 6, (2, 3))
 
 
-def item(offset: int, num_tokens: int, reduction: Reduction | None) -> ImageItem:
-    return ImageItem(bytes(32), offset, num_tokens, (1, 4, 4), reduction)
-
-
 HALF = Reduction(Method.DIVERSE, 500)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "usable"),
-    # an image of 10 tokens from token 6 on, in blocks of 4: tokens 6 to 15
-    [(1, 1), (2, 1), (3, 1), (4, 4), (5, 5)],
-)
-def test_a_hit_that_ends_inside_a_reduced_image_is_cut_back(num_blocks: int, usable: int) -> None:
-    assert num_usable_blocks(num_blocks, [item(6, 10, HALF)], block_size=4) == usable
-    assert num_usable_blocks(num_blocks, [item(6, 10, None)], block_size=4) == num_blocks
-
-
-def test_a_hit_is_cut_back_until_it_ends_inside_no_reduced_image() -> None:
-    """Images of tokens 2 to 4 and 6 to 12: before the second one, a block ends inside the first."""
-    items = [item(2, 3, HALF), item(6, 7, HALF)]
-    assert num_usable_blocks(2, items, block_size=4) == 0
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20), st.booleans())), st.integers(0, 40)
-)
-def test_a_cut_hit_ends_inside_no_reduced_image(
-    gaps_and_sizes: list[tuple[int, int, bool]], num_blocks: int
-) -> None:
-    items, at = [], 0
-    for gap, size, is_reduced in gaps_and_sizes:
-        items.append(item(at + gap, size, HALF if is_reduced else None))
-        at = items[-1].end
-    end = 4 * num_usable_blocks(num_blocks, items, block_size=4)
-    assert end <= 4 * num_blocks
-    assert not any(one.reduction and one.offset < end < one.end for one in items)
 
 
 def test_text_after_a_reduced_image_has_the_positions_that_it_has_after_the_whole_one() -> None:

@@ -30,6 +30,7 @@ from vlm_worker.gateway.visual import (
     VisualPolicy,
     Why,
     check_visual_tokens,
+    problem_of,
 )
 from vlm_worker.reduction import Method, Reduction
 
@@ -264,3 +265,16 @@ def test_a_short_burst_begins_no_brown_out(loads: list[float | None]) -> None:
 def test_load_between_half_and_whole_limit_keeps_a_brown_out() -> None:
     assert observed(*[5.0] * 6, *[3.0] * 60)[-1]
     assert not any(observed(*[5.0] * 60, limit=None))
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"brown_out_seconds": -1}, "brown_out_seconds is -1, not above 0"),
+        ({"max_tokens_per_request": 0}, "max_tokens_per_request is 0, not at least 1"),
+        ({"tenants": {"a": TenantVisual(max_tokens_per_request=-1)}}, "is -1, not at least 1"),
+    ],
+)
+def test_numbers_that_no_crd_would_allow_are_named(limits: Any, problem: str) -> None:
+    assert problem in str(problem_of(VisualLimits(**limits)))
+    assert problem_of(VisualLimits(brown_out_seconds=0.5, max_tokens_per_request=1)) is None

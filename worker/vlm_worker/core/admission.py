@@ -33,7 +33,7 @@ from typing import Final
 
 from vlm_worker.core.admission_policy import AdmissionQueue, AdmissionReason, AdmissionRound
 from vlm_worker.core.chunks import TokenBudget
-from vlm_worker.core.kv_cache import BlockPool, num_usable_blocks
+from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.limits import fits
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.sequence import MIN_PRIORITY, Sequence, Status
@@ -86,15 +86,9 @@ class AdmissionController:
         return self._watermark + withheld
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest usable prefix hit that leaves a token to compute (K4)."""
-        return self.match_first(sequence, (sequence.num_tokens - 1) // self._pool.block_size)
-
-    def match_first(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """Blocks of the longest usable prefix hit among the first `num_blocks` full blocks."""
+        """Blocks of the longest prefix hit that leaves a token to compute (K4)."""
         pool = self._pool
-        blocks = pool.match(sequence.hashes[:num_blocks])
-        usable = num_usable_blocks(len(blocks), sequence.items, block_size=pool.block_size)
-        return blocks[:usable]
+        return pool.match(sequence.hashes[: (sequence.num_tokens - 1) // pool.block_size])
 
     def admit_ready(self) -> None:
         for sequence in list(itertools.islice(self.ready, self._num_places)):

@@ -291,20 +291,6 @@ def extend_hash_chain(
         hashes.append(hash_block(parent, block, near, start=start))
 
 
-def num_usable_blocks(num_blocks: int, items: Sequence[ImageItem], *, block_size: int) -> int:
-    """How many of the first `num_blocks` blocks, which a hit found, a sequence may use.
-
-    A hit that ends inside a reduced image is cut back to the last full block before it. The rest of
-    the image would come from another encoder call. If scores tie within rounding, that call may
-    keep another token, and the sequence would have one cell twice and lack another. That block may
-    end inside the image before, so the last image comes first.
-    """
-    for item in reversed(items):
-        if item.reduction is not None and item.offset < num_blocks * block_size < item.end:
-            num_blocks = item.offset // block_size
-    return num_blocks
-
-
 def content_of(request: Request) -> bytes:
     """32 bytes that identify the KV of a request for given weights.
 

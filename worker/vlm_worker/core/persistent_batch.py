@@ -492,13 +492,8 @@ def _image_rows_of(sequence: Sequence, start: int, count: int, at: int) -> list[
 
 
 def _add_places(positions: np.ndarray, image_rows: list[ImageRows]) -> None:
-    """Move the tokens of reduced images to the row and column of their cells.
-
-    Positions of one row have none; of the families, `Family.check_reducible` refuses those.
-    """
-    if len(positions) == 1:
-        return
+    """Move the tokens of reduced images to the row and column of their cells (M-RoPE alone)."""
     for rows in image_rows:
-        if rows.places is not None:
+        if rows.places is not None and len(positions) == 3:
             places = rows.places[rows.src_start : rows.src_start + rows.num_rows]
             positions[1:3, rows.dst_start : rows.dst_start + rows.num_rows] += places.T

@@ -280,7 +280,7 @@ class Sequences:
         num_tokens = sequence.num_tokens
         self.scheduler.look_up(sequence)
         # the first token is known already, so that a hit may cover the whole prompt here
-        shared = self.scheduler.admission.match_first(sequence, len(sequence.hashes))
+        shared = pool.match(sequence.hashes)
         needed = pool.blocks_for(num_tokens)
         blocks = pool.take(needed - len(shared), shared=shared, reserved=reserved.num_blocks)
         if blocks is None:

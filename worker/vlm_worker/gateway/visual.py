@@ -5,10 +5,10 @@
         original             high, auto                                Auto: the question's class
 
 The first of them that says something decides. While the encoders are overloaded (`BrownOut`), an
-image gets the low tier if neither its part, nor the request, nor the tenant says something.
+image gets the low tier if these say nothing, or `auto`.
 
-The result depends on the header of an image and the
-texts of the request alone, so it is known before an image is sent, and each retry has the same.
+The result depends on the header of an image, the texts of the request and the settings alone, so it
+is known before an image is sent, and each retry has the same.
 """
 
 from __future__ import annotations
@@ -278,6 +278,12 @@ def _text(message: Message) -> str:
 
 def problem_of(limits: VisualLimits) -> str | None:
     """Why these limits cannot apply, or None."""
+    if limits.brown_out_seconds is not None and limits.brown_out_seconds <= 0:
+        return f"limits.visual.brown_out_seconds is {limits.brown_out_seconds}, not above 0"
+    tenants = limits.tenants.values()
+    for limit in (limits.max_tokens_per_request, *(one.max_tokens_per_request for one in tenants)):
+        if limit is not None and limit < 1:
+            return f"limits.visual: max_tokens_per_request is {limit}, not at least 1"
     for name, tier in (("low", limits.low), ("medium", limits.medium)):
         if not 1 <= tier.keep_percent <= 100:
             return f"limits.visual.{name}.keep_percent is {tier.keep_percent}, not 1 to 100"

@@ -31,7 +31,9 @@ from vlm_worker.reduction import POOL_BLOCKS, Cells, Method, Reduction
 DOMINANT_SHARE: Final = 54 / 64
 """ZIP: the share of dominant tokens, as in VisionZip's settings (54 and 10 of 64)."""
 BLOCK_ROWS: Final = 1024
-"""Rows of the distance matrix at a time: an image of 16,384 tokens would need 1 GiB at once."""
+"""Rows of the cosine matrix at a time: an image of 16,384 tokens would need 1 GiB at once."""
+MAX_MATRIX_ROWS: Final = 4096
+"""Rows up to which DIVERSE keeps the whole matrix, 64 MiB: a choice then reads one row of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ def _rank(rows_TD: torch.Tensor, cells: Cells, reduction: Reduction, known: Rank
             return _grouped(zipped(rows_TD, known.scores, num_kept), cells)
         case Method.DIVERSE:
             if len(known.order) < num_kept:
-                known.order = diverse_order(rows_TD, num_kept)
+                likely = len(rows_TD) // 2 if len(rows_TD) <= MAX_MATRIX_ROWS else 0
+                known.order = diverse_order(rows_TD, max(num_kept, likely))
             return _grouped([[i] for i in known.order[:num_kept]], cells)
 
 
@@ -119,22 +122,34 @@ def diverse_order(rows_TD: torch.Tensor, num_kept: int) -> list[int]:
     x = functional.normalize(rows_TD.float(), dim=1)
     if len(x) == 1:
         return [0]
-    nearest = torch.cat([_nearest(x, at) for at in range(0, len(x), BLOCK_ROWS)])
-    order = [nearest.argmin(dim=0, keepdim=True)]  # the least cosine is the greatest distance
+    cosines = _cosines(x, 0, len(x)) if len(x) <= MAX_MATRIX_ROWS else None
+    order = [_most_apart(x, cosines)]
     closest = torch.full((len(x),), -2.0, device=x.device)
     while len(order) < num_kept:
-        closest = torch.maximum(closest, x @ x.index_select(0, order[-1])[0])
-        closest.index_fill_(0, order[-1], 4.0)  # beyond every cosine: it is not chosen again
+        last = order[-1]
+        to_last = x @ x.index_select(0, last)[0] if cosines is None else cosines[last][0]
+        closest = torch.maximum(closest, to_last)
+        closest.index_fill_(0, last, 4.0)  # beyond every cosine: it is not chosen again
         order.append(closest.argmin(dim=0, keepdim=True))
     indices: list[int] = torch.cat(order).tolist()
     return indices
 
 
-def _nearest(x_TD: torch.Tensor, at: int) -> torch.Tensor:
-    """The greatest cosine of each of BLOCK_ROWS rows from `at` on with any other row."""
-    cosines = x_TD[at : at + BLOCK_ROWS] @ x_TD.T
-    cosines[:, at : at + BLOCK_ROWS].fill_diagonal_(-2.0)
-    return cosines.amax(dim=1)
+def _most_apart(x_TD: torch.Tensor, cosines_TT: torch.Tensor | None) -> torch.Tensor:
+    """The row that is farthest from its nearest neighbour, int64 [1]; the least cosine is that."""
+    if cosines_TT is not None:
+        nearest = cosines_TT.amax(dim=1)
+    else:
+        blocks = range(0, len(x_TD), BLOCK_ROWS)
+        nearest = torch.cat([_cosines(x_TD, at, BLOCK_ROWS).amax(dim=1) for at in blocks])
+    return nearest.argmin(dim=0, keepdim=True)
+
+
+def _cosines(x_TD: torch.Tensor, at: int, count: int) -> torch.Tensor:
+    """Cosines of `count` rows from `at` on with all rows; -2 of a row with itself."""
+    cosines = x_TD[at : at + count] @ x_TD.T
+    cosines[:, at : at + count].fill_diagonal_(-2.0)
+    return cosines
 
 
 def zipped(rows_TD: torch.Tensor, scores_T: torch.Tensor, num_kept: int) -> list[list[int]]:

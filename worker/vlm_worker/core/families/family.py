@@ -112,13 +112,17 @@ class Family:
         """Visual tokens that a prompt gets of an image; None if the grid is no patch grid.
 
         Raises:
-            InvalidRequestError: this family's visual tokens cannot be reduced.
+            InvalidRequestError: this family's visual tokens cannot be reduced, or those of this
+                grid.
         """
         num_tokens = self.processor.num_tokens(grid_thw)
         if reduction is None or num_tokens is None:
             return num_tokens
         self.check_reducible()
-        return reduction.num_tokens(cells_of(grid_thw, num_tokens))
+        try:
+            return reduction.num_tokens(cells_of(grid_thw, num_tokens))
+        except ValueError as error:
+            raise InvalidRequestError(f"reduction: {error}") from error
 
     @property
     def is_reducible(self) -> bool:
