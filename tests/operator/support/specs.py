@@ -226,6 +226,12 @@ def _identity(spec: Spec) -> Spec:
     return {key: value for key, value in spec.items() if key != "issuerRef"}
 
 
+def _visual(spec: Spec) -> Spec:
+    if "maxPixels" in spec.get("low", {}):
+        return spec
+    return {key: value for key, value in spec.items() if key != "brownOutSeconds"}
+
+
 _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Autoscaling": lambda spec: {"fallbackReplicas": {}, **spec},
     "EnvSource": _source,
@@ -251,6 +257,10 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Transfer": lambda spec: {},
     "VLMServiceSpec": _service,
     "Variant": _variant,
+    "Visual": _visual,
+    "VisualTier": lambda spec: (
+        {**spec, "keepPercent": 25} if spec.get("method") == "Pool" else spec
+    ),
 }
 
 
