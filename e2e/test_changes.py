@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from served import ANSWER, Served, condition, elapsed, example, names_of, place
+from served import ANSWER, Served, body, condition, elapsed, example, names_of, place
 
 from vlm_local.client import ApiError, Object
 from vlm_local.controlplane import ControlPlane
@@ -76,6 +76,27 @@ async def test_keys_of_a_secret_open_the_gateway_and_are_live(served: Served):
         await served.num_ready(Role.GATEWAY, 1)
         await served.api.delete(served.path("secrets", "keys"))
     assert await served.ask() == ANSWER
+
+
+async def test_visual_limits_apply_within_seconds_and_restart_nothing(served: Served):
+    pods = {pod["metadata"]["uid"] for pod in await served.pods()}
+    whole, answer = await _image_tokens(served)
+    assert answer == ANSWER
+    visual = {"policy": "Auto", "low": {"method": "Zip", "keepPercent": 25}}
+    began = time.monotonic()
+    await served.apply(_changed(model={"limits": {"visual": visual}}))
+
+    async def is_reduced() -> bool:
+        num_tokens, answer = await _image_tokens(served)
+        assert answer == ANSWER
+        return 4 * num_tokens == whole
+
+    await until(is_reduced, seconds=30, awaited="a quarter of the visual tokens")
+    print(f"{whole} visual tokens are {whole // 4} after {elapsed(began)}")
+    assert (await _image_tokens(served, visual="high"))[0] == whole
+    assert {pod["metadata"]["uid"] for pod in await served.pods()} == pods
+    await served.apply(example("colocated"))
+    await served.ready()
 
 
 async def test_a_wrong_manifest_is_refused_with_its_path_and_the_fix(served: Served):
@@ -148,6 +169,14 @@ async def _answers(served: Served) -> bool:
         return await served.ask() == ANSWER
     except openai.BadRequestError:
         return False
+
+
+async def _image_tokens(served: Served, **more: str) -> tuple[int, str]:
+    """Visual tokens of the quickstart's image, and the answer about it."""
+    async with served.client() as client:
+        found = await client.chat.completions.create(**body(served.name, 16), extra_body=more)
+    num_tokens = found.model_dump()["usage"]["prompt_tokens_details"]["image_tokens"]
+    return num_tokens, (found.choices[0].message.content or "").strip()
 
 
 def _changed(**spec: dict[str, Any]) -> Object:
