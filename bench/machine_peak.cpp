@@ -50,6 +50,8 @@ double amx_bfloat16() {
     config.columns[tile] = 64;
     config.rows[tile] = 16;
   }
+  // The intrinsic of GCC reads 8 of the 64 bytes: without this, it drops the stores of the others.
+  asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
   for (long i = 0; i < kSteps; ++i) {
     _tile_dpbf16ps(0, 4, 6);
