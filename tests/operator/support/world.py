@@ -17,6 +17,7 @@ from vlm_operator.cluster import (
     KINDS,
     POD,
     REPLICA_SET,
+    SECRET,
     VLM_POOL,
     VLM_SERVICE,
     Cluster,
@@ -157,17 +158,20 @@ class World:
             lambda item: item["spec"].update(replicas=replicas),
         )
 
-    def snapshot(self) -> dict[tuple[str, str], Any]:
-        """Everything there is, without what differs from run to run: uids, versions, times."""
+    def snapshot(self, *, keys: bool = True) -> dict[tuple[str, str], Any]:
+        """Everything there is, without what differs from run to run: uids, versions, times.
+
+        Without `keys`, the Secrets' data, which two worlds never share, is left out too.
+        """
         return {
-            (kind.kind, item["metadata"]["name"]): _plain(item)
+            (kind.kind, item["metadata"]["name"]): _plain(item, keys=keys)
             for kind in KINDS.values()
             if kind not in (EVENT, POD, REPLICA_SET)
             for item in self.cluster.all(kind)
         }
 
 
-def _plain(manifest: Manifest) -> Manifest:
+def _plain(manifest: Manifest, *, keys: bool) -> Manifest:
     meta = {
         key: value
         for key, value in manifest["metadata"].items()
@@ -175,6 +179,8 @@ def _plain(manifest: Manifest) -> Manifest:
     }
     found = {**copy.deepcopy(manifest), "metadata": meta}
     found.pop("status", None)
+    if found["kind"] == SECRET.kind and not keys:  # names may contain digests of keys
+        found["data"] = sorted(name.rpartition(".")[2] for name in found.get("data", {}))
     if "serviceRef" in found.get("spec", {}):
         found["spec"]["serviceRef"].pop("uid", None)
     return found
