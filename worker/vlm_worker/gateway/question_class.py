@@ -32,7 +32,7 @@ Method = Literal["Learned", "Words"]
 
 
 class QuestionClass(enum.StrEnum):
-    """What a question needs to see. The order is part of cache keys and of the weights file."""
+    """What a question needs to see. The order is that of the columns in the weights file."""
 
     ATTRIBUTE = "attribute"
     LOCATE = "locate"

@@ -139,7 +139,7 @@ class VisualPolicy:
         if visual is None:
             self._asked, self._why = self._default(tenant)
         self._visual, self._browned_out = visual, browned_out
-        self._texts = [_text(message) for message in messages if message.role == "user"]
+        self._messages = messages
 
     def of(self, part: ImagePart) -> Choice:
         """The decision on one image of the request.
@@ -190,7 +190,8 @@ class VisualPolicy:
     @functools.cached_property
     def _class(self) -> QuestionClass:
         """The class of the question, which all images of a request share."""
-        return classify(self._texts, method=self._limits.classifier).question_class
+        texts = [_text(message) for message in self._messages if message.role == "user"]
+        return classify(texts, method=self._limits.classifier).question_class
 
     def _of_class(self) -> Choice:
         """What the class of the question needs, with the share of the low tier."""
