@@ -43,7 +43,6 @@ class GatewayMetrics:
         self.identity: IdentityStore | None = None
         self.num_output_tokens = 0
         self.num_requests = 0
-        self.num_images = 0
         self.num_visual_tokens = 0
         self.image_tiers: Counter[str] = Counter(dict.fromkeys(TIERS, 0))
         self.memory = memory or MemoryBudget(0)
@@ -60,12 +59,16 @@ class GatewayMetrics:
         """Add the metrics of the declared and of the resident memory of this process."""
         self._host = lambda: HostMemory(memory, resident())
 
+    @property
+    def num_images(self) -> int:
+        """Images in requests."""
+        return self.image_tiers.total()
+
     def record_images(self, tiers: Sequence[str], num_visual_tokens: int) -> None:
         """Record the images of a request that goes to the workers, each by its tier."""
         if not tiers:
             return
         self._num_image_requests += 1
-        self.num_images += len(tiers)
         self.image_tiers.update(tiers)
         self.num_visual_tokens += num_visual_tokens
         self._visual_tokens.add(num_visual_tokens)
