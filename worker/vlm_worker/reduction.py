@@ -23,6 +23,7 @@ import math
 from typing import Annotated, Final
 
 from vlm_worker.annotations import Between
+from vlm_worker.errors import InvalidRequestError
 
 MAX_PERMILLE: Final = 1000
 VERSION: Final = 1
@@ -87,3 +88,17 @@ def cells_of(grid_thw: tuple[int, int, int], num_tokens: int) -> Cells:
     if time != 1 or not side or (height // side) * (width // side) != num_tokens:
         raise ValueError(f"{num_tokens} tokens are no grid of cells of the patches {grid_thw}")
     return height // side, width // side
+
+
+def num_kept(reduction: Reduction | None, grid_thw: tuple[int, int, int], num_tokens: int) -> int:
+    """Visual tokens that a prompt gets of a still image, of `num_tokens`; without a reduction, all.
+
+    Raises:
+        InvalidRequestError: the tokens have no cells, or the method no such share.
+    """
+    if reduction is None:
+        return num_tokens
+    try:
+        return reduction.num_tokens(cells_of(grid_thw, num_tokens))
+    except ValueError as error:
+        raise InvalidRequestError(f"reduction: {error}") from error

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from vlm_worker import annotations as an
 from vlm_worker.annotations import Between, Parameter
-from vlm_worker.reduction import Cells, Reduction, cells_of
+from vlm_worker.reduction import Cells, Reduction, cells_of, num_kept
 
 
 class Role(enum.StrEnum):
@@ -387,10 +387,8 @@ class PreparedImage:
 
     @property
     def kept_tokens(self) -> int:
-        """Visual tokens that a prompt gets. Raises ValueError as `Reduction.num_tokens` does."""
-        if self.reduction is None:
-            return self.num_tokens
-        return self.reduction.num_tokens(self.cells)
+        """Visual tokens that a prompt gets. Raises InvalidRequestError as `num_kept` does."""
+        return num_kept(self.reduction, self.grid_thw, self.num_tokens)
 
     @property
     def cells(self) -> Cells:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +56,14 @@ def test_a_pool_of_another_share_is_refused() -> None:
 def test_tokens_that_are_no_cells_are_refused(grid: tuple[int, int, int], tokens: int) -> None:
     with pytest.raises(ValueError, match="no grid of cells"):
         cells_of(grid, tokens)
+
+
+def test_an_image_without_cells_cannot_be_reduced() -> None:
+    """CLIP's class token is in no cell; only a forged message asks for it."""
+    image = PreparedImage(bytes(32), (1, 24, 24), 577, memoryview(b""), HALF)
+    with pytest.raises(InvalidRequestError, match="reduction: 577 tokens are no grid of cells"):
+        _ = image.kept_tokens
+    assert dataclasses.replace(image, reduction=None).kept_tokens == 577
 
 
 def test_an_image_without_a_reduction_keeps_its_key_and_tokens() -> None:

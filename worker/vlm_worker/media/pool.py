@@ -33,7 +33,7 @@ from vlm_worker.media.decode_channel import (
 )
 from vlm_worker.media.image_header import ImageHeader, ImageLimits, read_header
 from vlm_worker.media.patches import PatchExtractor
-from vlm_worker.reduction import Reduction, cells_of
+from vlm_worker.reduction import Reduction, num_kept
 from vlm_worker.types import PreparedImage
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class MediaPool:
             raise InvalidRequestError(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
         processor = self._processor.capped(spec.max_pixels)
         geometry = processor.geometry(header.height, header.width)
-        num_tokens = _num_kept(geometry, spec.reduction)
+        num_tokens = num_kept(spec.reduction, geometry.grid_thw, geometry.num_tokens)
         actual = (header.format, header.width, header.height, num_tokens)
         stated = (spec.format, spec.width, spec.height, spec.num_tokens)
         if actual != stated:
@@ -401,16 +401,6 @@ def _digest(data: bytes | memoryview) -> bytes:
 def _alias(file_digest: bytes, spec: ImageSpec) -> bytes:
     """A key of `_aliases`. Fixed-size fields come first, so that the salt needs no length."""
     return _digest(file_digest + spec.max_pixels.to_bytes(8, "little") + spec.salt)
-
-
-def _num_kept(geometry: Geometry, reduction: Reduction | None) -> int:
-    """Visual tokens after the reduction. Raises InvalidRequestError if there are no cells."""
-    if reduction is None:
-        return geometry.num_tokens
-    try:
-        return reduction.num_tokens(cells_of(geometry.grid_thw, geometry.num_tokens))
-    except ValueError as error:
-        raise InvalidRequestError(f"reduction: {error}") from error
 
 
 def _describe(file_format: str, width: int, height: int, num_tokens: int) -> str:

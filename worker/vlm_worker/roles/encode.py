@@ -135,7 +135,7 @@ class EncoderRole:
     ) -> Producer:
         """Offer an item to consumers: from `rows` if the engine gave them, else by an export."""
         layout = self._context.embed_layout
-        row_bytes = layout.row_bytes_of(image.reduction)
+        num_rows, row_bytes = image.kept_tokens, layout.row_bytes_of(image.reduction)
 
         async def prepare() -> None:
             if index not in rows:
@@ -143,7 +143,7 @@ class EncoderRole:
 
         def export(first: int, count: int, _: memoryview) -> memoryview:
             whole = rows[index]
-            if whole.nbytes != image.kept_tokens * row_bytes:
+            if whole.nbytes != num_rows * row_bytes:
                 raise InvalidRequestError("the embedding has another size than its layout")
             return whole.cast("B")[first * row_bytes : (first + count) * row_bytes]
 
@@ -153,7 +153,7 @@ class EncoderRole:
         producer = Producer(
             identity,
             unit_bytes=row_bytes,
-            max_units=image.kept_tokens,
+            max_units=num_rows,
             export=export,
             prepare=prepare,
             timers=self._context.timers,

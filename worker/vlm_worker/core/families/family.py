@@ -19,7 +19,7 @@ import numpy as np
 from vlm_worker.core.image_geometry import Geometry, Grid, Processor
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
-from vlm_worker.reduction import Reduction, cells_of
+from vlm_worker.reduction import Reduction, num_kept
 from vlm_worker.types import ImageItem
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -119,10 +119,7 @@ class Family:
         if reduction is None or num_tokens is None:
             return num_tokens
         self.check_reducible()
-        try:
-            return reduction.num_tokens(cells_of(grid_thw, num_tokens))
-        except ValueError as error:
-            raise InvalidRequestError(f"reduction: {error}") from error
+        return num_kept(reduction, grid_thw, num_tokens)
 
     @property
     def is_reducible(self) -> bool:
