@@ -7,15 +7,27 @@ endless_cluster  that operator's cluster, with that model in the module's NAMESP
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from served import place
+from served import place, state_of
 
 from vlm_local.controlplane import ControlPlane
 from vlm_local.demo.line import INSTALL, MODEL
 from vlm_operator import names
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the cluster's state to the report of a failed test: later, the pods no longer exist."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.when == "call" and report.failed and isinstance(cluster, ControlPlane):
+        report.sections.append(("Cluster", state_of(cluster)))
+    return report
 
 
 @pytest.fixture(scope="session")

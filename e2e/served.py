@@ -29,6 +29,7 @@ START_SECONDS = 180.0  # of a few processes on two cores that other tests use as
 STATS_SECONDS = 30.0  # for a throttled pod to answer, on the same machine
 QUESTION = "What is to the right of the circle?"
 ANSWER = "blue triangle"
+_STATUSES = 'jsonpath={range .items[*]}{.metadata.name}{" "}{.status.containerStatuses}{"\\n"}{end}'
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -49,6 +50,27 @@ def place(cluster: ControlPlane, namespace: str, model: Path) -> Iterator[None]:
         cluster.kubectl("-n", namespace, "wait", "pods", "--all", "--for=delete", "--timeout=90s")
         for thing in ("namespace", "persistentvolume"):
             cluster.kubectl(*delete, thing, namespace, "--wait=false")
+
+
+def state_of(cluster: ControlPlane) -> str:
+    """Pods and their Events in all namespaces, and the last lines of each worker's two runs."""
+    parts = [
+        _said(cluster, "get", "pods,vlm", "-A", "-o", "wide"),
+        _said(cluster, "get", "events", "-A", "--sort-by=.lastTimestamp"),
+        _said(cluster, "get", "pods", "-A", "-l", names.LABEL_SERVICE, "-o", _STATUSES),
+    ]
+    where = "jsonpath={.items[*].metadata.namespace}"
+    services = cluster.kubectl("get", "vlm", "-A", "-o", where, check=False).stdout
+    for namespace in sorted(set(services.split())):
+        logs = ("logs", "-n", namespace, "-l", names.LABEL_SERVICE, "--prefix", "--tail=30")
+        parts += [_said(cluster, *logs), _said(cluster, *logs, "--previous")]
+    return "\n\n".join(parts)
+
+
+def _said(cluster: ControlPlane, *arguments: str) -> str:
+    """A command's output, errors included; its end if it is long."""
+    ended = cluster.kubectl(*arguments, check=False)
+    return f"$ kubectl {' '.join(arguments)}\n{(ended.stdout + ended.stderr)[-20_000:]}"
 
 
 def example(folder: str) -> Object:

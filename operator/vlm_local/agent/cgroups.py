@@ -6,10 +6,12 @@ An agent that starts removes the cgroups of agents that were killed.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 PERIOD_MICROSECONDS = 100_000
 _PREFIX = "triptych-"
 _V1 = {"memory": "memory.limit_in_bytes", "cpu": "cpu.cfs_quota_us"}
@@ -77,11 +79,17 @@ class ContainerCgroup:
                 (folder / swap).write_text("0" if self._unified else str(number_of_bytes))
 
     def limit_cpu(self) -> None:
-        """Limit CPU from now on; callers do not limit the start-up."""
+        """Limit CPU from now on; callers do not limit the start-up.
+
+        A failure is logged: it must not end the probes, which call this.
+        """
         if self._cpus is None:
             return
         quota = max(1000, round(self._cpus * PERIOD_MICROSECONDS))
-        self._write("cpu", f"{quota} {PERIOD_MICROSECONDS}" if self._unified else str(quota))
+        try:
+            self._write("cpu", f"{quota} {PERIOD_MICROSECONDS}" if self._unified else str(quota))
+        except OSError as error:
+            logger.warning("a CPU limit is not enforced", extra={"error": str(error)})
 
     def num_oom_kills(self) -> int:
         """Return the number of its processes that the kernel killed because memory ran out."""

@@ -187,7 +187,9 @@ class Container:
             raise
         finally:
             probing.cancel()
-            await asyncio.gather(probing, recording, return_exceptions=True)
+            for result in await asyncio.gather(probing, recording, return_exceptions=True):
+                if isinstance(result, Exception):
+                    logger.error("a probe failed", exc_info=result)
             process.close()
         return self._ended(code, started_at, prepared)
 

@@ -204,6 +204,10 @@ class Pod:
                     )
                     self._dirty.set()
                 await asyncio.sleep(RETRY_SECONDS)
+            except Exception:  # a status that is never written again would stall the whole pod
+                logger.exception("status not written", extra={"pod": path_of(self.pod)})
+                self._dirty.set()
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _write_status(self) -> None:
         async with self._writing:

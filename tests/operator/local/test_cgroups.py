@@ -53,3 +53,11 @@ def test_the_next_agent_removes_what_a_killed_one_left_and_nothing_that_is_in_us
     assert of_somebody.exists()
     assert not (mount / "cpu" / f"triptych-{NOBODY}").exists()
     assert list((mount / "session").iterdir()) == []
+
+
+def test_a_cpu_limit_that_cannot_be_set_is_logged(mount: Path, caplog: pytest.LogCaptureFixture):
+    """It is set by the first passed readiness probe, and must not end the probing."""
+    container = Cgroups(mount).create("gone", memory_bytes=None, cpus=1.0)
+    container.remove()
+    container.limit_cpu()
+    assert "a CPU limit is not enforced" in caplog.text

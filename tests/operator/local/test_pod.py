@@ -89,6 +89,29 @@ async def test_what_another_writes_over_a_nodes_verdict_is_written_back(tmp_path
     await living
 
 
+async def test_the_status_is_written_after_an_unexpected_error(tmp_path: Path):
+    class Broken(Api):
+        num_failures = 0
+
+        async def patch(self, path: str, body: Object, **more: Any) -> Object:
+            if not self.num_failures:
+                self.num_failures += 1
+                raise RuntimeError("unexpected")
+            return await super().patch(path, body, **more)
+
+    api = Broken()
+    pod = made(api, tmp_path)
+    living = asyncio.create_task(pod.run())
+
+    async def is_told() -> bool:
+        return api.holds("Initialized") == "True"
+
+    await until(is_told, seconds=30, awaited="the first status")
+    assert api.num_failures == 1
+    pod.gone()
+    await living
+
+
 async def test_an_unexpected_volume_error_is_reported_while_the_pod_waits(tmp_path: Path):
     api = Api()
     pod = made(api, tmp_path)
