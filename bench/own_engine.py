@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 from vlm_worker.engine.engine import Engine  # noqa: E402
 from vlm_worker.engine.settings import EngineSettings, EngineStats  # noqa: E402
 from vlm_worker.model.build import RunnerSettings, build_runner  # noqa: E402
+from vlm_worker.reduction import Reduction  # noqa: E402
 from vlm_worker.serve.process import freeze_gc  # noqa: E402
 from vlm_worker.types import (  # noqa: E402
     FailedEvent,
@@ -33,25 +34,27 @@ from vlm_worker.types import (  # noqa: E402
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageInput:
-    """Input of the vision tower: float32 `[t * h * w, patch_dim]`; `key` identifies it."""
+    """Input of the vision tower: float32 `[t * h * w, patch_dim]`; `key` identifies it.
+
+    `num_tokens` is of the whole image; a prompt has as many as `reduction` keeps.
+    """
 
     key: int
     grid_thw: tuple[int, int, int]
     num_tokens: int
     patches: np.ndarray
+    reduction: Reduction | None = None
 
     def prepared(self) -> PreparedImage:
         """The image as the engine's input."""
         data = self.patches.reshape(-1).data.cast("B")
-        return PreparedImage(self._image_key, self.grid_thw, self.num_tokens, data)
+        key = self.key.to_bytes(32, "little")
+        return PreparedImage(key, self.grid_thw, self.num_tokens, data, self.reduction)
 
     def item(self, offset: int) -> ImageItem:
         """The image at its offset in a prompt."""
-        return ImageItem(self._image_key, offset, self.num_tokens, self.grid_thw)
-
-    @property
-    def _image_key(self) -> bytes:
-        return self.key.to_bytes(32, "little")
+        image = self.prepared()
+        return ImageItem(image.kept_key, offset, image.kept_tokens, self.grid_thw, self.reduction)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

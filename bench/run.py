@@ -64,6 +64,7 @@ TABLES = (
     "int8_accuracy",
     "jpeg_scaling",
     "visual_tokens",
+    "visual_speed",
     "memory",
 )
 OTHERS = (
@@ -86,11 +87,13 @@ WITH_MODEL = frozenset(
         "interference",
         "generate",
         "memory",
+        "visual_speed",
     }
 )
 """Benchmarks that share one model, which is created once."""
 ALL = (*GOALS, *TABLES, *OTHERS)
-GROUPS = {"goals": GOALS, "tables": TABLES, "all": ALL}
+VISUAL = ("visual_tokens", "visual_speed")
+GROUPS = {"goals": GOALS, "tables": TABLES, "all": ALL, "visual_tokens": VISUAL}
 
 
 def main() -> int:

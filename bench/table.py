@@ -20,9 +20,9 @@ from probes import MAX_PROBE_RATIO
 Line = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
-FILES = ("latest.jsonl", "peers.jsonl", "visual_tokens.jsonl")
-APART = frozenset({"visual_tokens"})
-"""Benchmarks that record figures themselves, if asked: a run for its goals asks fewer questions."""
+FILES = ("latest.jsonl", "peers.jsonl", "visual_tokens.jsonl", "visual_speed.jsonl")
+APART = frozenset({"visual_tokens", "visual_speed"})
+"""Benchmarks that record figures themselves, if asked."""
 OTHER = "machine-"
 MAX_BY_OTHERS = 0.1
 """Share of processor time that other processes may use."""

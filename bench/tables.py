@@ -237,6 +237,9 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Line]], Cells]]] = {
     "visual_tokens": (visual_report.BENCH, visual_report.summary),
     "visual_kinds": (visual_report.BENCH, visual_report.kinds),
     "visual_goals": (visual_report.BENCH, visual_report.goals),
+    "visual_speed": (visual_report.SPEED, visual_report.speed),
+    "visual_speed_goals": (visual_report.SPEED, visual_report.speed_goals),
+    "resolutions": (visual_report.SPEED, visual_report.resolutions),
 }
 """By the name in its mark: the benchmark that it shows, and its cells."""
 

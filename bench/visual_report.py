@@ -1,4 +1,4 @@
-"""Tables and goals of `visual_tokens`, from its lines. Pure.
+"""Tables and goals of `visual_tokens` and `visual_speed`, from their lines. Pure.
 
 `points` are percentage points of accuracy against `off` on the same questions, with their 95 %
 interval in brackets; "lost / won" are the answers that only `off`, or only the setting, has right.
@@ -12,8 +12,11 @@ from typing import Any, Final
 from table import Figure, Line, Reading, cells, of, ratio, rows, upper_bound
 
 BENCH: Final = "visual_tokens"
+SPEED: Final = "visual_speed"
 SUMMARY: Final = ("objects", "read", "count", "chart", "cell", "all")
 """The groups that the summary shows."""
+CASES: Final = ("new", "seen", "trace", "seen_trace")
+"""What `visual_speed` times."""
 SHOWN: Final = (
     ("off", ""),
     ("pixels", "1/4"),
@@ -81,6 +84,46 @@ def goals(lines: Sequence[Line]) -> Cells:
     return cells(rows(lines, GOALS)) if _lines(lines) else []
 
 
+def speed(lines: Sequence[Line]) -> Cells:
+    """One row per lever: times, and their ratios to `off`."""
+
+    def row(line: Line) -> Sequence[str]:
+        cases = [(line["ms"].get(case), line["ratio"].get(case)) for case in CASES]
+        shown = ["" if ms is None else f"{ms:.0f} ms ({part:.2f})" for ms, part in cases]
+        kv = f"{line['kv_bytes'] / 1e6:.1f} MB"
+        return line["lever"], str(line["prompt_tokens"]), kv, *shown
+
+    times = "TTFT, new image", "TTFT, cached image", "trace, new images", "trace, cached images"
+    return [
+        ("", "prompt tokens", "KV", *times),
+        *(row(line) for line in lines if line["bench"] == SPEED),
+    ]
+
+
+def speed_goals(lines: Sequence[Line]) -> Cells:
+    """One row per goal of `visual_speed`, with its verdict."""
+    return cells(rows(lines, SPEED_GOALS)) if speed(lines)[1:] else []
+
+
+def resolutions(lines: Sequence[Line]) -> Cells:
+    """One row per resolution of an image that keeps all its tokens."""
+    return [
+        ("side", "visual tokens", "embeddings, MB", "KV, MB", "images/s", "hit rate"),
+        *(
+            (
+                str(line["side"]),
+                str(line["visual_tokens"]),
+                str(line["embedding_mb_per_1000"]),
+                str(line["kv_mb_per_1000"]),
+                f"{line['images_per_second']:.2g}",
+                f"{line['hit_rate']:.2f}",
+            )
+            for line in lines
+            if line["bench"] == f"{SPEED}.pyramid"
+        ),
+    ]
+
+
 def _lost(lever: str, value: str, group: str, *, bound: bool = False) -> Figure:
     """The points that a setting loses, or the upper bound of them."""
     read = of(BENCH, "groups", group, "points_low" if bound else "points", lever=lever, value=value)
@@ -127,6 +170,27 @@ GOALS: Final = (
         BENCH,
         ratio(_tokens("auto", "Learned"), _tokens("off", "")),
         0.5,
+    ),
+)
+
+
+SPEED_GOALS: Final = (
+    *(
+        upper_bound(
+            f"zip 1/4 / off: {what}", SPEED, of(SPEED, "ratio", case, lever="zip 1/4"), at_most
+        )
+        for what, case, at_most in (
+            ("TTFT, new image", "new", 0.85),
+            ("TTFT, cached image", "seen", 0.55),
+            ("trace, new images", "trace", round(1 / 1.2, 3)),
+            ("trace, cached images", "seen_trace", round(1 / 1.2, 3)),
+        )
+    ),
+    upper_bound(
+        "zip 1/4 / off: KV bytes of a prompt",
+        SPEED,
+        ratio(of(SPEED, "kv_bytes", lever="zip 1/4"), of(SPEED, "kv_bytes", lever="off")),
+        0.42,
     ),
 )
 

@@ -219,10 +219,10 @@ def test_one_file_never_has_figures_of_two_machines(
 
 
 @pytest.mark.parametrize("cpu", ["one", "another"])
+@pytest.mark.parametrize("name", sorted(APART))
 def test_a_benchmark_with_a_record_of_its_own_leaves_the_latest_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, name: str
 ) -> None:
-    (name,) = APART
     few = run.Run(0, 1.0, [json.dumps({"bench": name}), json.dumps({"bench": f"{name}.took"})])
     monkeypatch.setattr(run, "_measure", lambda *_: few)
     monkeypatch.setattr(run, "_machine", lambda: {"bench": "machine", "cpu": "one"})
