@@ -45,6 +45,15 @@ def test_low_detail_costs_fewer_tokens() -> None:
     assert low.max_pixels == 448 * 448 // 4
 
 
+@pytest.mark.parametrize("side", [112, 224, 225, 448])
+def test_a_cap_without_effect_is_not_sent(side: int) -> None:
+    """The encoder's key contains the cap: another key would encode the image again."""
+    image = png(size=(side, side))
+    whole, low = read(image), read(image, "low")
+    assert (low.max_pixels == 0) == (low.num_tokens == whole.num_tokens)
+    assert whole.max_pixels == 0
+
+
 def test_an_oversized_image_is_scaled_down_or_refused_as_the_service_says() -> None:
     large = png(size=(448, 448))
     scaled = read(large, pixels_per_image=100_000, on_oversize="Downscale")

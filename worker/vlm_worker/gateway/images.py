@@ -117,10 +117,13 @@ def _read(
             return None
         raise invalid(_sentence(error), param=part.path, code=error.code) from error
     max_pixels = _cap(part, header, limits, choice.max_pixels)
+    size = header.height, header.width
     try:
-        geometry = family.geometry(header.height, header.width, max_pixels=max_pixels)
+        geometry = family.geometry(*size, max_pixels=max_pixels)
     except InvalidRequestError as error:
         raise invalid(_sentence(error), param=part.path, code="image_aspect_ratio") from error
+    if max_pixels and geometry == family.geometry(*size):
+        max_pixels = 0  # the encoder's key contains the cap: without effect, it must not be another
     return RequestImage(
         data=data,
         format=header.format,
