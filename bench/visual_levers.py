@@ -2,7 +2,7 @@
 
     off       the whole image                                   what all others are compared with
     pixels    the image resized to a share of its pixels        the baseline of every reduction
-    pool, merge, diverse, zip                                   `vlm_worker.reduction` by share
+    pool, merge, diverse, zip, arrcoc                           `vlm_worker.reduction` by share
     auto      what the gateway's policy `Auto` chooses by the class of the question, as it finds it
     kv        the whole image, KV cache in int8
     weights   the whole image, encoded with int8 weights
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -24,13 +26,17 @@ import torch
 from teacher import Forced, forced
 from visual_questions import Question, token_ids
 
+from vlm_worker.core.relevance import allocate
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
 from vlm_worker.gateway.visual import Choice, VisualLimits, VisualPolicy
-from vlm_worker.media.patches import make_patches
+from vlm_worker.media.patches import PLAIN_CUTTER, model_pixels
+from vlm_worker.media.texture import pixel_relevance
 from vlm_worker.reduction import Method, Reduction
 from vlm_worker.types import ImageItem, PreparedImage
 
 KEY: Final = bytes(32)
+CELL: Final = 28
+"""Pixels of a visual token of `shapes` and the Qwen families in each direction."""
 ENCODED_TOGETHER: Final = 32
 SCORED: Final = Reduction(Method.ZIP, 500)
 """Asks the encoder for attention scores, without which ZIP cannot rank."""
@@ -69,10 +75,15 @@ LEVERS: Final[Mapping[str, tuple[Setting, ...]]] = {
     "merge": _shares("merge", 500, 250),
     "diverse": _shares("diverse", 500, 250, 125),
     "zip": _shares("zip", 500, 250, 125),
+    "arrcoc": _shares("arrcoc", 500, 250, 125),
     "auto": (Setting("auto", "Learned"), Setting("auto", "Words")),
     "kv": (Setting("kv", "int8"),),
     "weights": (Setting("weights", "int8 encoder"),),
 }
+
+
+NOT_RECORDED: Final = frozenset({"arrcoc"})
+"""Levers that `results/visual_tokens.jsonl` lacks."""
 
 
 def chosen(levers: Sequence[str]) -> list[Setting]:
@@ -151,8 +162,12 @@ class Worker:
     def _prepared(self, question: Question, max_pixels: int) -> PreparedImage:
         processor = self.runner.family.processor.capped(max_pixels)
         geometry = processor.geometry(*question.rgb.shape[:2])
-        patches = make_patches(question.rgb, processor, geometry)
-        return PreparedImage(KEY, geometry.grid_thw, geometry.num_tokens, patches.data, SCORED)
+        pixels = model_pixels(question.rgb, processor, geometry)
+        patches = PLAIN_CUTTER.cut(pixels, processor, geometry)
+        known = KEY, geometry.grid_thw, geometry.num_tokens
+        image = PreparedImage(*known, patches.data, SCORED)
+        relevance = pixel_relevance(pixels, image.cells)
+        return dataclasses.replace(image, relevance=relevance.tobytes())
 
     def _encoded(
         self, runner: Any, questions: Sequence[Question], images: Sequence[PreparedImage]
@@ -175,7 +190,8 @@ class Worker:
         return self._reduced(seen, choice.reduction) if choice.reduction else self._whole(seen)
 
     def _reduced(self, seen: Seen, reduction: Reduction) -> Forced:
-        reduced = self.runner.reduce_embedding(seen.embedding, seen.image.cells, reduction)
+        image = dataclasses.replace(seen.image, reduction=reduction)
+        reduced = self.runner.reduce_embedding(seen.embedding, image)
         if reduced is None:
             raise ValueError(f"the embedding lacks what {reduction.method} needs")
         places = reduced.places.astype(np.int64)
@@ -188,6 +204,18 @@ class Worker:
         item = ImageItem(KEY, first, image.num_tokens, image.grid_thw)
         num_answer = len(seen.question.answer)
         return forced(self.runner.family, ids, item, kept, rows, num_answer=num_answer)
+
+
+def texture_milliseconds(side: int, *, repeats: int = 20) -> float:
+    """Median time in which the pixels of a square image of noise get their relevance and groups."""
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    cells = side // CELL, side // CELL
+    took = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        allocate(pixel_relevance(pixels, cells), cells[0] * cells[1] // 4)
+        took.append(time.perf_counter() - start)
+    return 1000 * statistics.median(took)
 
 
 def choice_of(setting: Setting, question: Question, worker: Worker) -> Choice:

@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for lever in dict.fromkeys(setting.lever for setting in settings):
         cells = visual_report.of_lever(lines, lever)
         print(f"\n{lever}\n\n{table.markdown(cells)}", file=sys.stderr)
+    if "arrcoc" in {setting.lever for setting in settings}:
+        took = visual_levers.texture_milliseconds(448)
+        print(f"\nrelevance and groups of 448 x 448 pixels: {took:.1f} ms", file=sys.stderr)
     if args.record:
         table.write(RECORD, recorded(table.read(RECORD), lines))
 

@@ -176,14 +176,23 @@ def test_the_record_has_every_setting_with_1000_questions_of_each_group() -> Non
     lines = table.read(visual_tokens.RECORD)
     assert {(one["seed"], one["per_group"]) for one in lines} == {(SEED, 1000)}
     assert [(one["lever"], one["value"]) for one in lines] == [
-        (setting.lever, setting.value) for settings in LEVERS.values() for setting in settings
+        (setting.lever, setting.value)
+        for lever, settings in LEVERS.items()
+        if lever not in visual_levers.NOT_RECORDED
+        for setting in settings
     ]
+
+
+def test_the_time_of_relevance_is_measured() -> None:
+    assert visual_levers.texture_milliseconds(56, repeats=3) > 0
 
 
 # what the decoder reads
 
 
-@pytest.mark.parametrize("setting", [LEVERS["zip"][1], LEVERS["pool"][1], LEVERS["merge"][0]])
+@pytest.mark.parametrize(
+    "setting", [LEVERS["zip"][1], LEVERS["pool"][1], LEVERS["merge"][0], LEVERS["arrcoc"][1]]
+)
 def test_a_reduced_prompt_has_the_positions_of_the_product(
     worker: Worker, seen: list[Seen], setting: Setting
 ) -> None:
@@ -194,7 +203,8 @@ def test_a_reduced_prompt_has_the_positions_of_the_product(
     reduction = Reduction(Method(setting.lever), setting.permille)
     family = worker.runner.family
     for one, sequence in zip(seen, worker.sequences(setting, seen), strict=True):
-        reduced = worker.runner.reduce_embedding(one.embedding, one.image.cells, reduction)
+        image = dataclasses.replace(one.image, reduction=reduction)
+        reduced = worker.runner.reduce_embedding(one.embedding, image)
         num_tokens, first = len(reduced.rows), sequence.first
         grid = one.image.grid_thw
         item = ImageItem(bytes(32), first, num_tokens, grid, reduction)

@@ -6,12 +6,14 @@
                                                              g' is the mean of g and its like
     MERGE        a b c d e f g h    ─▶      a'  d'  f'       means of regions of like neighbours
     POOL         a b c d e f g h    ─▶      a'  c'  e' g'    means of blocks of one size
+    ARRCOC       a b c d e f g h    ─▶      b   d   f'       per region, the most relevant pixels;
+                                                             f' is the mean of its other cells
 
 A cell is one visual token of the whole image. A kept token keeps its cell's row and column, so text
 after the image has the positions that it has behind the whole image. The number of kept tokens
 depends on the grid and the policy alone: the gateway writes placeholders before anyone encodes.
 
-`vlm_worker.model.reduce` has the arithmetic.
+`vlm_worker.model.reduce` has the arithmetic, and `vlm_worker.core.relevance` that of ARRCOC.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Method(enum.StrEnum):
     ZIP = "zip"
     MERGE = "merge"
     POOL = "pool"
+    ARRCOC = "arrcoc"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -168,17 +168,16 @@ class ChecksumRunner:
     def encode_async(self, call: object) -> None:
         """None: the engine makes encoder calls itself, between steps."""
 
-    def reduce_embedding(
-        self, embedding: np.ndarray, cells: Cells, reduction: Reduction
-    ) -> PlacedRows | None:
+    def reduce_embedding(self, embedding: np.ndarray, image: PreparedImage) -> PlacedRows | None:
         """Rows at equal distances (`kept_cells`)."""
         if self.faults.reduce_error is not None:
             raise self.faults.reduce_error
         if self.faults.unranked > 0:
             self.faults.unranked -= 1
             return None
-        kept = kept_cells(cells, reduction)
-        places = np.stack(np.divmod(kept, cells[1]), axis=1).astype(np.int16)
+        assert image.reduction is not None
+        kept = kept_cells(image.cells, image.reduction)
+        places = np.stack(np.divmod(kept, image.cells[1]), axis=1).astype(np.int16)
         return PlacedRows(embedding[kept], places)
 
     def export_embedding(self, embedding: np.ndarray) -> memoryview:

@@ -371,7 +371,8 @@ class PreparedImage:
 
     `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, in the order of the model's processor;
     an opaque buffer here. `image_key` and `num_tokens` are those of the whole image. A prompt gets
-    its `kept_tokens`, as `reduction` says, under `kept_key`.
+    its `kept_tokens`, as `reduction` says, under `kept_key`. `relevance` is uint16 `[R, C]` of its
+    `cells`, in native order, if the method is ARRCOC and the pixels are known; else empty.
     """
 
     image_key: bytes
@@ -379,6 +380,7 @@ class PreparedImage:
     num_tokens: int
     patches: memoryview
     reduction: Reduction | None = None
+    relevance: bytes = b""
 
     @property
     def kept_key(self) -> bytes:

@@ -18,7 +18,7 @@ sides = st.integers(1, 40)
 reductions = st.one_of(
     st.builds(
         Reduction,
-        st.sampled_from([Method.DIVERSE, Method.ZIP, Method.MERGE]),
+        st.sampled_from([Method.DIVERSE, Method.ZIP, Method.MERGE, Method.ARRCOC]),
         st.integers(1, 1000),
     ),
     st.builds(Reduction, st.just(Method.POOL), st.sampled_from([250, 500])),

@@ -33,6 +33,7 @@ REDUCTIONS = (
     Reduction(Method.MERGE, 400),
     Reduction(Method.POOL, 500),
     Reduction(Method.ZIP, 250),
+    Reduction(Method.ARRCOC, 250),
 )
 
 Pairs = tuple[tuple[Question, Answer], ...]
@@ -43,7 +44,7 @@ def reduced(question: Question, reduction: Reduction) -> Question:
     tokens: list[int] = []
     items, images, start = [], [], 0
     for item, whole in zip(question.items, question.prepared_images, strict=True):
-        image = dataclasses.replace(whole, reduction=reduction)
+        image = dataclasses.replace(whole, reduction=reduction, relevance=relevance(whole))
         tokens += question.token_ids[start : item.offset]
         offset = len(tokens)
         tokens += [IMAGE_TOKEN_ID] * image.kept_tokens
@@ -55,6 +56,12 @@ def reduced(question: Question, reduction: Reduction) -> Question:
     return dataclasses.replace(
         question, token_ids=tuple(tokens), items=tuple(items), prepared_images=tuple(images)
     )
+
+
+def relevance(image: PreparedImage) -> bytes:
+    """Of other pixels: the engines need not know more than this."""
+    rng = np.random.default_rng(image.image_key[0])
+    return rng.integers(1, 65536, image.cells).astype(np.uint16).tobytes()
 
 
 @functools.cache
@@ -87,6 +94,7 @@ def answer(model: Any, question: Question) -> Answer:
         ).pooler_output[0]
         assert image.reduction is not None
         rankings = Rankings(scores(image) if image.reduction.method is Method.ZIP else None)
+        rankings.learn(image)
         groups = rank(features, image.cells, image.reduction, rankings)
         embeds[item.offset : item.end] = merge(features, groups)
         positions += [(at, at + int(row), at + int(column)) for row, column in groups.places]
@@ -164,3 +172,19 @@ def test_a_reduced_image_changes_some_answer() -> None:
     asked = [question for question in questions() if question.items][:COUNT]
     whole = [answer(model, reduced(one, Reduction(Method.DIVERSE, 1000))) for one in asked]
     assert [a.token_ids for a in whole] != [a.token_ids for _, a in pairs()]
+
+
+def test_pixels_seen_later_are_enough_to_reduce_an_encoded_image() -> None:
+    (question, *_) = [one for one in questions() if one.items]
+    whole = question.prepared_images[0]
+    (embedding,) = encoder().encode([whole])
+    assert isinstance(embedding, Embedding)
+    bare = dataclasses.replace(whole, reduction=Reduction(Method.ARRCOC, 250))
+    assert encoder().reduce_embedding(embedding, bare) is None
+    known = dataclasses.replace(bare, relevance=relevance(whole))
+    first = encoder().reduce_embedding(embedding, known)
+    again = encoder().reduce_embedding(embedding, bare)
+    assert first is not None
+    assert again is not None
+    assert len(first.rows) == known.kept_tokens
+    assert torch.equal(first.rows, again.rows)

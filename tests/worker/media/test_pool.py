@@ -1,5 +1,7 @@
 """Bytes of every kind come in; patches or one typed error come out. Real processes throughout."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from worker.media.files import encode, noise
@@ -7,9 +9,11 @@ from worker.media.pooling import FAMILY, Heard, spec_of, works
 
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.media.image_header import read_header
-from vlm_worker.media.patches import image_key, make_patches
+from vlm_worker.media.patches import image_key, make_patches, model_pixels
 from vlm_worker.media.pixels import decode_rgb
 from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings, _refusal
+from vlm_worker.media.texture import pixel_relevance
+from vlm_worker.reduction import Method, Reduction
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF"])
@@ -54,6 +58,24 @@ async def test_a_known_file_needs_no_decoding(pool: MediaPool) -> None:
         assert await pool.known_key(data, spec_of(data, salt=b"b")) is None
         assert await pool.known_key(data, spec_of(data, max_pixels=3136, salt=b"a")) is None
         assert await pool.known_key(data + b"\0", spec) is None
+
+
+async def test_arrcoc_gets_the_relevance_of_the_pixels_and_other_images_get_none(
+    pool: MediaPool,
+) -> None:
+    data = encode(noise(120, 200))
+    whole = spec_of(data)
+    arrcoc = dataclasses.replace(whole, num_tokens=9, reduction=Reduction(Method.ARRCOC, 333))
+    other = dataclasses.replace(whole, num_tokens=9, reduction=Reduction(Method.MERGE, 333))
+    prepared = await pool.prepare(data, arrcoc)
+    geometry = FAMILY.geometry(whole.height, whole.width)
+    pixels = model_pixels(np.asarray(noise(120, 200)), FAMILY.processor, geometry)
+    assert prepared.kept_tokens == 9
+    assert prepared.relevance == pixel_relevance(pixels, prepared.cells).tobytes()
+    known = await pool.known_key(data, arrcoc)
+    assert known == dataclasses.replace(prepared, patches=memoryview(b""), relevance=b"")
+    for spec in (whole, other):
+        assert (await pool.prepare(data, spec)).relevance == b""
 
 
 async def test_the_file_used_longest_ago_is_forgotten() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from vlm_worker.errors import EngineError
 from vlm_worker.model.reduce import Groups, Rankings, diverse_order, merge, rank
 from vlm_worker.reduction import Cells, Method, Reduction
+from vlm_worker.types import PreparedImage
 
-FREE = (Method.DIVERSE, Method.ZIP, Method.MERGE)
+FREE = (Method.DIVERSE, Method.ZIP, Method.MERGE, Method.ARRCOC)
+ARRCOC = Reduction(Method.ARRCOC, 500)
 cells_ = st.tuples(st.integers(1, 7), st.integers(1, 7))
 
 
@@ -22,7 +25,8 @@ def rows_of(cells: Cells, seed: int) -> tuple[torch.Tensor, Rankings]:
     generator = torch.Generator().manual_seed(seed)
     num_tokens = cells[0] * cells[1]
     rows = torch.randn(num_tokens, 8, generator=generator)
-    return rows, Rankings(scores=torch.rand(num_tokens, generator=generator))
+    relevance = np.random.default_rng(seed).integers(1, 65536, cells).astype(np.uint16)
+    return rows, Rankings(torch.rand(num_tokens, generator=generator), relevance)
 
 
 def members(groups: Groups) -> list[list[int]]:
@@ -103,6 +107,26 @@ def test_zip_without_scores_is_refused() -> None:
     assert not known.can(Reduction(Method.ZIP, 500))
     with pytest.raises(EngineError, match="attention scores"):
         rank(torch.zeros(4, 2), (2, 2), Reduction(Method.ZIP, 500), known)
+
+
+@pytest.mark.parametrize("relevance", [None, np.ones((4, 1), np.uint16)])
+def test_arrcoc_without_the_relevance_of_the_cells_is_refused(
+    relevance: np.ndarray | None,
+) -> None:
+    known = Rankings(relevance=relevance)
+    assert known.can(ARRCOC) is (relevance is not None)
+    with pytest.raises(EngineError, match="relevance of the image's cells"):
+        rank(torch.zeros(4, 2), (2, 2), ARRCOC, known)
+
+
+def test_the_relevance_of_an_image_is_kept_for_its_next_reduction() -> None:
+    pixels = np.array([[9, 1], [1, 5]], np.uint16)
+    known, bare = Rankings(), PreparedImage(bytes(32), (1, 4, 4), 4, memoryview(b""), ARRCOC)
+    known.learn(bare)
+    assert not known.can(ARRCOC)
+    known.learn(dataclasses.replace(bare, relevance=pixels.tobytes()))
+    known.learn(bare)
+    assert members(rank(torch.zeros(4, 2), (2, 2), ARRCOC, known)) == [[0], [3, 1, 2]]
 
 
 def test_merge_joins_the_regions_of_one_colour() -> None:

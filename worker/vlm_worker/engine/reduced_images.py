@@ -129,9 +129,8 @@ class ReducedImages:
             self._complete(entry, image, embedding)
 
     def _reduce(self, whole: Entry, image: PreparedImage) -> Any:
-        assert image.reduction is not None
         try:
-            return self._copies.reduce_embedding(whole.buffer, image.cells, image.reduction)
+            return self._copies.reduce_embedding(whole.buffer, image)
         except EngineError as error:
             self._context.device_errors.record(error)
             raise

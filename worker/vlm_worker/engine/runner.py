@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.errors import EngineError, WorkerError
-from vlm_worker.reduction import Cells, Reduction
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 from vlm_worker.wire.buffers import Regions
 
@@ -57,12 +56,11 @@ class Runner(Protocol):
         Returns None if the device cannot overlap: the caller then makes the call itself.
         """
 
-    def reduce_embedding(
-        self, embedding: Embedding, cells: Cells, reduction: Reduction
-    ) -> Embedding | None:
+    def reduce_embedding(self, embedding: Embedding, image: PreparedImage) -> Embedding | None:
         """The embedding of the kept tokens of a whole image; it has `places`, as `ImageRows` has.
 
-        None if this embedding cannot tell which to keep, and the image must be encoded again.
+        `image` has a reduction, and may have no patches. None if neither it nor this embedding can
+        tell which tokens to keep, and the image must be encoded again.
         """
 
     def export_embedding(self, embedding: Embedding) -> memoryview:
@@ -146,10 +144,10 @@ class EmbeddingCopies:
             "copying an embedding in", lambda: self._runner.import_embedding(rows, num_tokens)
         )
 
-    def reduce_embedding(self, embedding: Any, cells: Cells, reduction: Reduction) -> Any:
+    def reduce_embedding(self, embedding: Any, image: PreparedImage) -> Any:
         return run_device_copy(
             "reducing an embedding",
-            lambda: self._runner.reduce_embedding(embedding, cells, reduction),
+            lambda: self._runner.reduce_embedding(embedding, image),
         )
 
 

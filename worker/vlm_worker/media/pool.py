@@ -33,7 +33,8 @@ from vlm_worker.media.decode_channel import (
 )
 from vlm_worker.media.image_header import ImageHeader, ImageLimits, read_header
 from vlm_worker.media.patches import PatchExtractor
-from vlm_worker.reduction import Reduction, num_kept
+from vlm_worker.media.texture import pixel_relevance
+from vlm_worker.reduction import Method, Reduction, cells_of, num_kept
 from vlm_worker.types import PreparedImage
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ class MediaPool:
                 self._observer.image_refused(error.code or "invalid_image")
             raise
         alias = _alias(digest, spec)
-        self._aliases[alias] = dataclasses.replace(prepared, patches=memoryview(b""))
+        self._aliases[alias] = dataclasses.replace(prepared, patches=memoryview(b""), relevance=b"")
         self._aliases.move_to_end(alias)
         if len(self._aliases) > self._settings.max_aliases:
             self._aliases.popitem(last=False)
@@ -317,8 +318,7 @@ class MediaPool:
             raise _refusal(bytes(body), image.spec.item)
         if asyncio.current_task() in self._dropped:  # patches have many times the pixels' bytes
             raise asyncio.CancelledError
-        prepared = await self._result(done, body, image.geometry, started - queued)
-        return dataclasses.replace(prepared, reduction=image.spec.reduction), done.file_digest
+        return await self._result(done, body, image, started - queued), done.file_digest
 
     async def _decoded(
         self, child: DecodeChild | None, image: _Image
@@ -349,10 +349,16 @@ class MediaPool:
                 self._processes.return_process(child, large=image.large)
 
     async def _result(
-        self, done: DecodeResult, body: memoryview, geometry: Geometry, queued: float
+        self, done: DecodeResult, body: memoryview, image: _Image, queued: float
     ) -> PreparedImage:
         started = time.perf_counter()
+        geometry, reduction = image.geometry, image.spec.reduction
         pixels = np.frombuffer(body, np.uint8).reshape(geometry.height, geometry.width, 3)
+        relevance = b""
+        if reduction is not None and reduction.method is Method.ARRCOC:
+            # before the patches exist, within the memory that is reserved for them
+            cells = cells_of(done.grid_thw, done.num_tokens)
+            relevance = (await asyncio.to_thread(pixel_relevance, pixels, cells)).tobytes()
         args = pixels, self._processor, geometry  # a cap changes only the geometry
         if self._cutter.is_native and len(body) <= AT_ONCE_BYTES:
             patches = self._cutter.cut(*args)
@@ -364,7 +370,8 @@ class MediaPool:
         self._seconds_per_image += 0.1 * (seconds - self._seconds_per_image)
         if self._observer is not None:
             self._observer.image_prepared(times)
-        return PreparedImage(done.image_key, done.grid_thw, done.num_tokens, patches.data.cast("B"))
+        known = done.image_key, done.grid_thw, done.num_tokens
+        return PreparedImage(*known, patches.data.cast("B"), reduction, relevance)
 
     def _verdict(self, death: ChildDiedError, item: int) -> Exception:
         if death.returncode >= 0:

@@ -9,6 +9,7 @@ Methods and sources:
              by similarity. Towers without a class token rank by the mean attention from all patches
     MERGE    Ward's criterion over adjacent cells: |A||B| / (|A|+|B|) * |mean(A) - mean(B)|^2
     POOL     the mean of blocks
+    ARRCOC   regions, by the relevance of the pixels (`core.relevance`)
 
 Kept tokens are in raster order of their places. DIVERSE's order is nested: its first k rows are the
 choice of k, so that one ranking serves every lower share.
@@ -25,8 +26,10 @@ import torch
 from torch.nn import functional
 
 from vlm_kernels import merge_tokens
+from vlm_worker.core.relevance import allocate
 from vlm_worker.errors import EngineError
 from vlm_worker.reduction import POOL_BLOCKS, Cells, Method, Reduction
+from vlm_worker.types import PreparedImage
 
 DOMINANT_SHARE: Final = 54 / 64
 """ZIP: the share of dominant tokens, as in VisionZip's settings (54 and 10 of 64)."""
@@ -54,24 +57,38 @@ class Rankings:
 
     Attributes:
         scores: float32 [T], the attention that each row received; None if it was not computed.
+        relevance: uint16 [R, C], of the pixels; None if it was not computed.
         order: DIVERSE's choice, as far as it was computed.
         groups: of the reductions that were asked for.
     """
 
     scores: torch.Tensor | None = None
+    relevance: np.ndarray | None = None
     order: list[int] = dataclasses.field(default_factory=list)
     groups: dict[Reduction, Groups] = dataclasses.field(default_factory=dict)
 
+    def learn(self, image: PreparedImage) -> None:
+        """Keep the relevance of the pixels of the embedding's image, if it has some."""
+        if self.relevance is None and image.relevance:
+            self.relevance = np.frombuffer(image.relevance, np.uint16).reshape(image.cells)
+
     def can(self, reduction: Reduction) -> bool:
         """Whether `rank` has what the method needs besides the rows."""
-        return reduction.method is not Method.ZIP or self.scores is not None
+        match reduction.method:
+            case Method.ZIP:
+                return self.scores is not None
+            case Method.ARRCOC:
+                return self.relevance is not None
+            case _:
+                return True
 
 
 def rank(rows_TD: torch.Tensor, cells: Cells, reduction: Reduction, known: Rankings) -> Groups:
     """The groups of a reduction, computed once per embedding.
 
     Raises:
-        EngineError: the rows are not the image's cells, or ZIP has no scores.
+        EngineError: the rows are not the image's cells, ZIP has no scores, or ARRCOC no relevance
+            of these cells.
     """
     if len(rows_TD) != cells[0] * cells[1]:
         raise EngineError(f"an embedding of {len(rows_TD)} rows is no image of {cells} cells")
@@ -97,6 +114,10 @@ def _rank(rows_TD: torch.Tensor, cells: Cells, reduction: Reduction, known: Rank
             if known.scores is None:
                 raise EngineError("zip needs the attention scores of the vision tower")
             return _grouped(zipped(rows_TD, known.scores, num_kept), cells)
+        case Method.ARRCOC:
+            if known.relevance is None or known.relevance.shape != cells:
+                raise EngineError("arrcoc needs the relevance of the image's cells")
+            return _grouped(allocate(known.relevance, num_kept), cells)
         case Method.DIVERSE:
             if len(known.order) < num_kept:
                 likely = len(rows_TD) // 2 if len(rows_TD) <= MAX_MATRIX_ROWS else 0

@@ -37,7 +37,7 @@ from vlm_worker.model.memory import (
 )
 from vlm_worker.model.reduce import merge, rank
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
-from vlm_worker.reduction import Cells, Method, Reduction
+from vlm_worker.reduction import Method
 from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage, Stage
 from vlm_worker.wire.buffers import HostRegions
 
@@ -138,18 +138,19 @@ class ModelRunner:
         """Start `call` overlapped with steps; None if the caller must run it between steps."""
         return self.streams.encode_async(call)
 
-    def reduce_embedding(
-        self, embedding: Embedding, cells: Cells, reduction: Reduction
-    ) -> Embedding | None:
+    def reduce_embedding(self, embedding: Embedding, image: PreparedImage) -> Embedding | None:
         """The kept rows of a whole image; None if the image must be encoded again.
 
-        That is so for ZIP if the embedding has no scores.
+        That is so for ZIP if the embedding has no scores, and for ARRCOC if neither the embedding
+        nor `image` has the relevance of the pixels.
         """
-        if not embedding.rankings.can(reduction):
+        assert image.reduction is not None
+        embedding.rankings.learn(image)
+        if not embedding.rankings.can(image.reduction):
             return None
         with self.streams.steps():
             rows = self._wait_for(embedding)
-            groups = rank(rows, cells, reduction, embedding.rankings)
+            groups = rank(rows, image.cells, image.reduction, embedding.rankings)
             return Embedding(merge(rows, groups), places=groups.places)
 
     def export_embedding(self, embedding: Embedding) -> memoryview:

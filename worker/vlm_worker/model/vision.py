@@ -121,6 +121,7 @@ class ImageEncoder:
             return EngineError(f"the encoder's output for grid {image.grid_thw} is not finite")
         # views would keep the whole batch in memory
         rankings = Rankings(None if scores is None else scores.clone())
+        rankings.learn(image)
         embedding = Embedding(rows.clone(), rankings=rankings)
         if image.reduction is not None:  # here, so that it overlaps with steps
             rank(embedding.rows, image.cells, image.reduction, rankings)
