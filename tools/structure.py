@@ -38,7 +38,7 @@ class Count(NamedTuple):
 # and says why.
 LIMITS = {
     "worker": Count(lines=37_000, single_importers=43, short_files=16),
-    "operator": Count(lines=41_000, single_importers=54, short_files=34),
+    "operator": Count(lines=41_015, single_importers=54, short_files=34),
     "kernels": Count(lines=6_900, single_importers=15, short_files=8),
 }
 

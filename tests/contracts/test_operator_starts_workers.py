@@ -5,11 +5,13 @@ import json
 import pathlib
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.world import body, empty, service, specs
 from vlm_operator import names
+from vlm_operator.api.enums import TierMethod
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Manifest
 from vlm_operator.pods.gateway import gateway_config
@@ -118,6 +120,16 @@ def test_a_gateway_reads_the_visual_limits_that_the_operator_writes():
         max_tokens_per_request=4096,
         tenants={"a": TenantVisual("medium", 9), "b": TenantVisual()},
     )
+
+
+@pytest.mark.parametrize("method", TierMethod)
+def test_a_gateway_knows_every_method_of_a_tier(method: TierMethod):
+    visual = {"policy": "Detail", "low": {"method": method.value, "keepPercent": 50}}
+    written = json.dumps(gateway_config(service(service_manifest(visual))))
+    read = msgspec.json.decode(written, type=Config).limits.visual
+    assert problem_of(read) is None
+    reduction = read.low.reduction
+    assert (reduction.method if reduction else "none") == method.value.lower()
 
 
 def test_a_service_without_visual_limits_has_the_file_of_earlier_releases():

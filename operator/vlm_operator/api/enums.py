@@ -64,6 +64,7 @@ class TierMethod(enum.StrEnum):
     ZIP = "Zip"
     MERGE = "Merge"
     POOL = "Pool"
+    ARR_COC = "ArrCoc"
 
 
 class QuestionClassifier(enum.StrEnum):

@@ -26,6 +26,7 @@ from vlm_worker.gateway.visual import (
     Choice,
     TenantVisual,
     Tier,
+    TierMethod,
     VisualLimits,
     VisualPolicy,
     Why,
@@ -104,6 +105,16 @@ def test_a_tier_may_have_fewer_pixels_fewer_tokens_or_both() -> None:
     tier = Tier(method="Pool", keep_percent=50, max_pixels=50_176)
     found = choice("low", policy="Detail", low=tier)
     assert found == Choice(50_176, Reduction(Method.POOL, 500), "low", Why.DETAIL)
+
+
+@pytest.mark.parametrize("name", get_args(TierMethod))
+def test_a_tier_may_have_each_method(name: TierMethod) -> None:
+    reduction = Tier(name, 50).reduction
+    assert reduction == (None if name == "None" else Reduction(Method(name.lower()), 500))
+
+
+def test_every_method_has_a_name_in_tiers() -> None:
+    assert set(Method) == {Method(name.lower()) for name in get_args(TierMethod) if name != "None"}
 
 
 @pytest.mark.parametrize(
