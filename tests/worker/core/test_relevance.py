@@ -15,13 +15,11 @@ from vlm_worker.core.relevance import (
     allocate,
     balance,
     entropy,
-    levels_of_regions,
     log2,
     perspectival,
     propositional,
     regions_of,
     relevance_of,
-    rows_of_regions,
 )
 
 sides = st.integers(1, 24)
@@ -66,19 +64,27 @@ def test_all_rows_leave_each_cell_alone(cells: tuple[int, int]) -> None:
 def test_the_most_relevant_cells_stay_alone_and_the_rest_of_a_region_is_one_group() -> None:
     relevance = np.full((5, 5), 100, np.uint16)
     relevance[1, 2] = relevance[4, 4] = 9000
-    groups = allocate(relevance, 3)
-    assert [7] in groups
-    assert [24] in groups
-    assert max(groups, key=len)[0] == 12
+    groups = sorted(allocate(relevance, 3), key=len)
+    assert sorted(groups[:2]) == [[7], [24]]
+    assert groups[2][0] == 12
 
 
-def test_a_relevant_region_gets_more_rows_than_an_even_one() -> None:
+def test_more_tokens_divide_groups_and_join_none() -> None:
+    """Regions stay the same from 12 tokens on: there are 12 of them."""
+    relevance = drawn(12, 17, 2)
+    for num_kept in range(12, 12 * 17):
+        less, more = allocate(relevance, num_kept), allocate(relevance, num_kept + 1)
+        group_of = {cell: number for number, group in enumerate(less) for cell in group}
+        assert all(len({group_of[cell] for cell in group}) == 1 for group in more)
+
+
+def test_an_even_region_becomes_one_token_and_a_relevant_one_keeps_its_cells() -> None:
     relevance = np.full((10, 10), 100, np.uint16)
     relevance[:5, :5] = 30_000
-    rows = [0] * 4
-    for group in allocate(relevance, 28):
-        rows[2 * (group[0] // 50) + group[0] % 10 // 5] += 1
-    assert rows == [16, 4, 4, 4]  # by level 12, 4, 4, 4
+    groups = allocate(relevance, 28)
+    assert sorted(map(len, groups)) == [1] * 25 + [25] * 3
+    relevance[9, 9] = 40_000
+    assert [99] in allocate(relevance, 5)
 
 
 @given(sides, sides, st.integers(1, 600))
@@ -88,34 +94,6 @@ def test_regions_cover_the_image_and_are_no_more_than_its_tokens(
     regions = regions_of((rows, columns), most)
     assert 1 <= len(regions) <= most
     assert sorted(cell for region in regions for cell in region) == list(range(rows * columns))
-
-
-regions_ = st.lists(st.tuples(st.integers(1, 25), st.integers(1, ONE)), min_size=1, max_size=40)
-
-
-@given(regions_, st.data())
-def test_rows_add_up_and_no_region_has_none_or_more_than_its_cells(
-    regions: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    sizes = [size for size, _ in regions]
-    sums = [size * mean for size, mean in regions]
-    num_kept = data.draw(st.integers(len(sizes), sum(sizes)))
-    rows = rows_of_regions(sums, sizes, num_kept)
-    assert sum(rows) == num_kept
-    assert all(1 <= count <= size for count, size in zip(rows, sizes, strict=True))
-    levels = levels_of_regions(sums, sizes, num_kept)
-    assert all(level <= count for level, count in zip(levels, rows, strict=True))
-    if num_kept < sum(sizes):
-        more = levels_of_regions(sums, sizes, num_kept + 1)
-        assert all(less <= level for less, level in zip(levels, more, strict=True))
-
-
-def test_the_quotas_are_those_of_196_regions() -> None:
-    sums = [25 * (1000 - i) for i in range(200)]
-    num_rows = 20 * 25 + 40 * 12 + 78 * 4 + 62 * 1
-    rows = levels_of_regions(sums, [25] * 200, num_rows)
-    assert [rows.count(level) for level in (25, 12, 4, 1)] == [20, 40, 78, 62]
-    assert rows == sorted(rows, reverse=True)
 
 
 @given(st.integers(1, 1 << 62))
@@ -144,7 +122,6 @@ def test_streams_and_their_balance_are_shares(rows: int, columns: int, seed: int
         assert stream.max() <= ONE
         relevance = balance(stream)
         assert relevance.dtype == np.uint16
-        assert relevance.min() > 0
 
 
 def test_an_even_image_has_even_relevance() -> None:
@@ -157,7 +134,7 @@ def test_an_even_image_has_even_relevance() -> None:
 def test_spread_relevance_is_compared_to_its_neighbours_and_a_single_peak_is_not() -> None:
     spread = np.full((9, 9), 20_000)
     spread[4, 4] = 40_000
-    assert balance(spread)[4, 4] > 1.5 * balance(spread)[0, 0]
+    assert balance(spread)[4, 4] > 4 * balance(spread)[0, 0]
     peak = np.zeros((9, 9), np.int64)
     peak[4, 4] = ONE
     assert balance(peak)[4, 4] == ONE
@@ -170,4 +147,4 @@ def test_the_choice_is_the_same_on_every_machine() -> None:
     relevance = relevance_of(numbers[..., :8] % 97, edge, contrast)
     groups = allocate(relevance, 55)
     digest = hashlib.sha256(relevance.astype("<u2").tobytes() + str(groups).encode()).hexdigest()
-    assert digest[:16] == "bf31884233ca0d27"
+    assert digest[:16] == "b451d4de312dee1b"

@@ -4,9 +4,9 @@
     |g|, distance from the     ├─▶ mean ─ balance ─▶ r u16 [R, C] ─ allocate ─▶ groups of cells
     median colour ─ perspectival ┘
 
-    balance    focus, diversify    r - d * mean3x3(r); d is the entropy of r, as a share of the most
-               exploit, explore    (1 - e) * r + e
-    allocate   compress, particularise: 25, 12, 4 or 1 rows per region of 5x5 cells, by bisection
+    balance    focus, diversify: r - d * mean3x3(r); d is the entropy of r over that of an even r
+    allocate   compress, particularise: cells above a threshold are alone, and the others of each
+               region of 5x5 cells are one group; the threshold gives as many groups as tokens
 
 A share is u16: 65535 is 1. Logarithms are in 1/65536, from squaring integers. So every machine
 chooses the same cells, and any number of threads.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -29,17 +28,9 @@ from vlm_worker.reduction import Cells
 ONE: Final = 65535
 SIDE: Final = 5
 """Cells of a region in each direction; twice as many if there are more regions than tokens."""
-LEVELS: Final = (25, 12, 4)
-"""Rows of a region of 25 cells by level, 400, 200 and 64 tokens over 16; the last level is 1."""
-QUOTAS: Final = (10, 30, 69)
-"""Percent of the regions that have at least this level: 20, 40 and 76 of 196, added up."""
-EXPLORE: Final = 19_661
-"""e: 0.1 + 0.2 * (1 - p) in 1/65536, with the p of an unknown class, 0."""
 LEAST_SHARE: Final = 16
 """A cell keeps this part of its relevance, so that cells of an even region keep an order."""
 _ONE_SHARE: Final = 1 << 16
-_MOST_SHARE: Final = _ONE_SHARE * 100 // QUOTAS[0] + 1
-"""With this factor, every region has the first level."""
 
 
 def relevance_of(histogram: np.ndarray, edge: np.ndarray, contrast: np.ndarray) -> np.ndarray:
@@ -66,35 +57,40 @@ def perspectival(edge: np.ndarray, contrast: np.ndarray) -> np.ndarray:
 
 
 def balance(shares: np.ndarray) -> np.ndarray:
-    """Diversify as far as relevance is spread, and explore; uint16 `[R, C]`."""
+    """Compare each cell to its neighbours, as far as relevance is spread; uint16 `[R, C]`."""
     shares = shares.astype(np.int64)
     spread = _spread(shares)
     focused = np.maximum(shares - (spread * _mean3x3(shares) >> 16), shares // LEAST_SHARE)
-    explored = ((_ONE_SHARE - EXPLORE) * focused + EXPLORE * ONE) >> 16
-    return np.asarray(explored, np.uint16)
+    return np.asarray(focused, np.uint16)
 
 
 def allocate(relevance: np.ndarray, num_kept: int) -> list[list[int]]:
     """Exactly `num_kept` groups; each cell, numbered in raster order, is in exactly one of them.
 
-    A region of k rows has its k - 1 most relevant cells alone, and one group of all others. The
-    first cell of a group is the one nearest to its centre.
+    The most relevant cells are alone, as many as there are tokens; ties go to the lower cell. The
+    other cells of each region are one group, the one nearest to their centre first. Each cell more
+    that is alone adds one group, or none if it was the last one of its region: so some number of
+    them gives each count.
 
     Args:
         relevance: uint16 `[R, C]`.
         num_kept: 1 to R * C.
     """
     cells: Cells = relevance.shape[0], relevance.shape[1]
-    flat = relevance.ravel().tolist()
     regions = regions_of(cells, num_kept)
-    sums = [sum(flat[cell] for cell in region) for region in regions]
-    rows = rows_of_regions(sums, [len(region) for region in regions], num_kept)
-    groups = []
-    for region, count in zip(regions, rows, strict=True):
-        ordered = sorted(region, key=lambda cell: (-flat[cell], cell))
-        groups += [[cell] for cell in ordered[: count - 1]]
-        groups.append(_centre_first(sorted(ordered[count - 1 :]), cells[1]))
-    return groups
+    region_of = np.empty(relevance.size, np.int64)
+    for number, region in enumerate(regions):
+        region_of[region] = number
+    left = [len(region) for region in regions]
+    num_groups, alone = len(regions), set()
+    for cell in np.argsort(-relevance.ravel().astype(np.int64), kind="stable").tolist():
+        if num_groups == num_kept:
+            break
+        alone.add(cell)
+        left[region_of[cell]] -= 1
+        num_groups += left[region_of[cell]] > 0
+    rests = ([cell for cell in region if cell not in alone] for region in regions)
+    return [[cell] for cell in alone] + [_centre_first(rest, cells[1]) for rest in rests if rest]
 
 
 def regions_of(cells: Cells, most: int) -> list[list[int]]:
@@ -108,63 +104,6 @@ def regions_of(cells: Cells, most: int) -> list[list[int]]:
         for row in range(0, rows, side)
         for column in range(0, columns, side)
     ]
-
-
-def rows_of_regions(sums: Sequence[int], sizes: Sequence[int], num_kept: int) -> list[int]:
-    """Rows of each region: together `num_kept`, each from 1 to its size.
-
-    Quotas, scaled until they fit, give the levels. What is left goes to the upgrades of most
-    relevance per row, then row by row. The k-th row of a region has 1/k of the region's relevance:
-    the apportionment of D'Hondt.
-
-    Args:
-        sums: relevance of each region, more than 0.
-        sizes: cells of each region.
-        num_kept: at least one per region, at most all cells.
-    """
-    rows = levels_of_regions(sums, sizes, num_kept)
-    left = num_kept - sum(rows)
-    while left:
-        steps = [
-            (_per_row(sums[i], rows[i], to), -i, to)
-            for i, size in enumerate(sizes)
-            if rows[i] < (to := _next_level(rows[i], size)) <= rows[i] + left
-        ]
-        if not steps:
-            steps = [
-                (_per_row(sums[i], rows[i], rows[i] + 1), -i, rows[i] + 1)
-                for i, size in enumerate(sizes)
-                if rows[i] < size
-            ]
-        _, negative, to = max(steps)
-        left -= to - rows[-negative]
-        rows[-negative] = to
-    return rows
-
-
-def levels_of_regions(sums: Sequence[int], sizes: Sequence[int], num_kept: int) -> list[int]:
-    """Rows by level alone: the quotas times the greatest factor with at most `num_kept` rows.
-
-    No region has fewer rows if `num_kept` is greater.
-    """
-    order = sorted(range(len(sums)), key=lambda i: (-(sums[i] << 16) // sizes[i], i))
-
-    def rows_with(factor: int) -> list[int]:
-        ends = [min(len(order), len(order) * q * factor // (100 * _ONE_SHARE)) for q in QUOTAS]
-        rows = [1] * len(order)
-        for place, i in enumerate(order[: ends[-1]]):
-            level = next(level for level, end in zip(LEVELS, ends, strict=True) if place < end)
-            rows[i] = _rows(level, sizes[i])
-        return rows
-
-    low, high = 0, _MOST_SHARE
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(rows_with(middle)) <= num_kept:
-            low = middle
-        else:
-            high = middle - 1
-    return rows_with(low)
 
 
 def entropy(counts: np.ndarray) -> np.ndarray:
@@ -216,21 +155,6 @@ def _mean3x3(values: np.ndarray) -> np.ndarray:
     padded = np.pad(values, 1, mode="edge")
     lines = padded[:rows] + padded[1 : rows + 1] + padded[2:]
     return np.asarray((lines[:, :columns] + lines[:, 1 : columns + 1] + lines[:, 2:]) // 9)
-
-
-def _rows(level: int, size: int) -> int:
-    """Rows of a region of `size` cells, in proportion to those of 25, rounded up."""
-    return (size * level + LEVELS[0] - 1) // LEVELS[0]
-
-
-def _next_level(rows: int, size: int) -> int:
-    """Rows at the lowest level above `rows`; `rows` at the top."""
-    return next((n for level in reversed(LEVELS) if (n := _rows(level, size)) > rows), rows)
-
-
-def _per_row(total: int, rows: int, to: int) -> int:
-    """Relevance per row that an upgrade adds."""
-    return total * sum((1 << 32) // k for k in range(rows + 1, to + 1)) // (to - rows)
 
 
 def _centre_first(region: list[int], columns: int) -> list[int]:
