@@ -58,10 +58,12 @@ class Lever:
     reduction: Reduction | None = None
 
 
+METHODS: Final = tuple(method for method in Method if method is not Method.ARRCOC)
+"""ARRCOC chooses by pixels, and the random patches here have none."""
 LEVERS: Final[Mapping[str, Lever]] = {
     "off": Lever(),
     "pixels 1/4": Lever(side=224),
-    **{f"{method} 1/4": Lever(reduction=Reduction(method, 250)) for method in Method},
+    **{f"{method} 1/4": Lever(reduction=Reduction(method, 250)) for method in METHODS},
 }
 
 
