@@ -69,6 +69,7 @@ TABLES = (
 )
 OTHERS = (
     "admission",
+    "routing",
     "model",
     "media",
     "gateway_overhead",

@@ -80,6 +80,8 @@ VISUAL_TOKENS_PER_REQUEST: Final = "triptych_visual_tokens_per_request"  # histo
 IMAGES_TOTAL: Final = "triptych_images_total"  # counter
 # counter {outcome}: ok, invalid, rejected, cancelled, error
 REQUESTS_TOTAL: Final = "triptych_requests_total"
+ROUTED_CACHED_TOKENS_TOTAL: Final = "triptych_routed_cached_tokens_total"  # counter {stage}
+KNOWN_CACHE_ENTRIES: Final = "triptych_known_cache_entries"  # gauge
 # counter {bound}: memory, tenant_memory, waiting, connections
 GATEWAY_REFUSED_TOTAL: Final = "triptych_gateway_refused_total"
 GATEWAY_MEMORY_BYTES: Final = "triptych_gateway_memory_bytes"  # gauge {kind}: body, prompt

@@ -4,6 +4,9 @@
     prefill   the pod that saw this prefix before, unless busy; without a pool, the decode pod
     encoder   the pod that saw these images before, unless busy; without a pool, the prefill pod
 
+Of the pods that are known to hold tokens of the request, the one with most gets it, unless it is
+too busy for this saving. If none is known, its home gets it: all gateways have the same homes.
+
 A stage without a pool runs on the next role that has loaded it. Pods of one route have equal
 fingerprints. A draining pod is chosen only if there is no other, and the call is marked so.
 """
@@ -13,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vlm_worker.types import Role, Stage
 
-# If the pod with the warm cache has this much more to do, the least loaded pod is chosen instead.
+# If the home has this much more to do, the least loaded pod is chosen instead. A pod that holds a
+# share of the request may have this share of it more to do.
 AFFINITY_SLACK_REQUESTS = 4
 AFFINITY_SLACK_SECONDS = 0.5
 
@@ -66,6 +70,9 @@ class Demand:
         prefix_digest: of the prompt's beginning.
         needs_decode: more than one token may follow.
         inline: if no encoder pod exists, the pod that computes the prompt may encode images.
+        num_image_tokens: visual tokens of its images, each image once.
+        cached_images: of these, those that a pod is known to hold, by boot id.
+        cached_prefix: tokens of the longest prefix that a pod is known to hold, by boot id.
     """
 
     num_tokens: int
@@ -73,15 +80,22 @@ class Demand:
     prefix_digest: bytes
     needs_decode: bool = True
     inline: bool = True
+    num_image_tokens: int = 0
+    cached_images: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
+    cached_prefix: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One pod for one stage. With `last_resort` it drains, and there is no other."""
+    """One pod for one stage. With `last_resort` it drains, and there is no other.
+
+    `num_cached` are tokens of the stage's input that the pod is known to hold.
+    """
 
     pod: Candidate
     reason: str
     last_resort: bool = False
+    num_cached: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,12 +249,21 @@ def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
         if free
         else "no pod has enough free KV blocks, the least loaded"
     )
-    return Choice(min(free or large, key=_decode_order), reason, last_resort)
+    prefix = _cached_prefix(demand)
+    if _prefills_where_it_decodes(usable) and (warm := _warmest(free, prefix)):
+        return prefix.warm(warm, last_resort)
+
+    def order(pod: Candidate) -> tuple[int, int, float, str]:
+        full = 1 - pod.kv_free_tokens / max(1, pod.kv_capacity_tokens)
+        return (pod.num_inflight + pod.num_waiting, -prefix.on(pod), full, pod.name)
+
+    pod = min(free or large, key=order)
+    return Choice(pod, reason, last_resort, prefix.on(pod))
 
 
-def _decode_order(pod: Candidate) -> tuple[int, float, str]:
-    full = 1 - pod.kv_free_tokens / max(1, pod.kv_capacity_tokens)
-    return (pod.num_inflight + pod.num_waiting, full, pod.name)
+def _prefills_where_it_decodes(usable: _Usable) -> bool:
+    pods, _ = usable.pool(Stage.PREFILL)
+    return not pods or pods[0].role is not Role.PREFILL
 
 
 def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice | NoRoute:
@@ -248,8 +271,8 @@ def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice |
     if not pods:
         return NoRoute(Stage.PREFILL, "no prefill pod is ready that agrees with the decode pod")
     if pods[0].role is not Role.PREFILL and decode and Stage.PREFILL in decode.pod.stages:
-        return Choice(decode.pod, "no prefill pool: where it decodes", decode.last_resort)
-    return _at_home(pods, demand.prefix_digest, "prefix", last_resort)
+        return dataclasses.replace(decode, reason="no prefill pool: where it decodes")
+    return _at_home(pods, _cached_prefix(demand), last_resort)
 
 
 def _encoder(usable: _Usable, demand: Demand, prefill: Choice) -> Choice | NoRoute:
@@ -264,17 +287,70 @@ def _encoder(usable: _Usable, demand: Demand, prefill: Choice) -> Choice | NoRou
         return NoRoute(Stage.ENCODER, "no pod that encodes images is ready")
     if pods[0].role is not Role.ENCODER and Stage.ENCODER in prefill.pod.stages:
         return Choice(prefill.pod, "no encoder pool: where it prefills", prefill.last_resort)
-    return _at_home(pods, demand.image_digest, "images", last_resort)
+    images = _Cached(demand.image_digest, "images", demand.cached_images, demand.num_image_tokens)
+    return _at_home(pods, images, last_resort)
 
 
-def _at_home(pods: Sequence[Candidate], key: bytes, what: str, last_resort: bool) -> Choice:
-    home = max(pods, key=lambda c: (rendezvous(key, c.name), c.name))
-    idle = min(pods, key=lambda c: (c.pressure, c.name))
-    busy = (
-        home.num_inflight + home.num_waiting
-        > idle.num_inflight + idle.num_waiting + AFFINITY_SLACK_REQUESTS
-        or home.work_queued_seconds > idle.work_queued_seconds + AFFINITY_SLACK_SECONDS
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cached:
+    """Where a part of a request may be cached: on its home, and on the pods known to hold it.
+
+    `known` has tokens by boot id, of `num_tokens` in all; `key` has the home.
+    """
+
+    key: bytes
+    what: str
+    known: Mapping[bytes, int]
+    num_tokens: int
+
+    def on(self, pod: Candidate) -> int:
+        return self.known.get(pod.boot_id, 0)
+
+    def order(self, pod: Candidate) -> tuple[int, int, str]:
+        return (self.on(pod), rendezvous(self.key, pod.name), pod.name)
+
+    def warm(self, pod: Candidate, last_resort: bool) -> Choice:
+        reason = f"has {self.on(pod)} of {self.num_tokens} tokens of the {self.what}"
+        return Choice(pod, reason, last_resort, self.on(pod))
+
+
+def _cached_prefix(demand: Demand) -> _Cached:
+    return _Cached(demand.prefix_digest, "prefix", demand.cached_prefix, demand.num_tokens)
+
+
+def _at_home(pods: Sequence[Candidate], cached: _Cached, last_resort: bool) -> Choice:
+    home, idle = max(pods, key=cached.order), _least_loaded(pods)
+    if not _is_busy(home, idle):
+        if cached.on(home):
+            return cached.warm(home, last_resort)
+        return Choice(home, f"home of the {cached.what}", last_resort)
+    if warm := _warmest(pods, cached):
+        return cached.warm(warm, last_resort)
+    return Choice(idle, f"least loaded: the home of the {cached.what} is busy", last_resort)
+
+
+def _warmest(pods: Sequence[Candidate], cached: _Cached) -> Candidate | None:
+    """The pod that holds most of a request, of those that are not too busy for what they save."""
+    known = [pod for pod in pods if cached.on(pod) > 0]
+    if not known:
+        return None
+    idle = _least_loaded(pods)
+
+    def saves(pod: Candidate) -> float:
+        return max(0.0, (cached.on(pod) - cached.on(idle)) / max(1, cached.num_tokens))
+
+    warm = [pod for pod in known if not _is_busy(pod, idle, share=saves(pod))]
+    return max(warm, key=cached.order, default=None)
+
+
+def _least_loaded(pods: Sequence[Candidate]) -> Candidate:
+    return min(pods, key=lambda c: (c.pressure, c.name))
+
+
+def _is_busy(pod: Candidate, idle: Candidate, *, share: float = 1.0) -> bool:
+    """Whether a pod has more to do than the least loaded one, beyond a share of the slack."""
+    return (
+        pod.num_inflight + pod.num_waiting
+        > idle.num_inflight + idle.num_waiting + AFFINITY_SLACK_REQUESTS * share
+        or pod.work_queued_seconds > idle.work_queued_seconds + AFFINITY_SLACK_SECONDS * share
     )
-    if busy:
-        return Choice(idle, f"least loaded: the home of the {what} is busy", last_resort)
-    return Choice(home, f"home of the {what}", last_resort)

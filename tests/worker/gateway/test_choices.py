@@ -14,6 +14,7 @@ from worker.gateway.stack import EPD, ONE_PROCESS, TOPOLOGIES, Stack, stack, sta
 
 from vlm_worker.gateway.endpoint import request_of_choice
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
+from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.testing import token_logprobs
 from vlm_worker.types import Role, SamplingParams
@@ -200,8 +201,10 @@ async def test_every_topology_draws_and_tells_the_same() -> None:
 
 
 def test_the_choices_of_a_request_have_ids_and_seeds_of_their_own() -> None:
+    prompt = Prompt((1,))
+    digests = RequestDigests.of(prompt, (), salt=b"", block_size=4)
     prepared = PreparedRequest(
-        "r", (), lambda _: Prompt((1,)), SamplingParams(5, seed=9), b"", False, 0.0, 4
+        "r", (), lambda _: prompt, SamplingParams(5, seed=9), b"", False, 0.0, digests
     )
     jobs = [request_of_choice(prepared, index) for index in range(8)]
     assert jobs[0] is prepared

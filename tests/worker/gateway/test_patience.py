@@ -7,6 +7,7 @@ import pytest
 from vlm_worker.gateway.orchestrate.generation import NoRouteError, RetryPolicy, Routing
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.pod_registry import Registry
 from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.route import Candidate, Choice, NoRoute, Route
@@ -44,8 +45,10 @@ class Request:
         timers = PRODUCTION.scaled(0.001)
         self._registry = Registry(served_name="m", timers=timers, clock=lambda: self.now)
         self._registry._lost_at[Stage.DECODE] = 0.0
+        prompt = Prompt((1,))
+        digests = RequestDigests.of(prompt, (), salt=b"", block_size=4)
         prepared = PreparedRequest(
-            "r", (), lambda _: Prompt((1,)), SamplingParams(5), b"", False, 0.0, 4
+            "r", (), lambda _: prompt, SamplingParams(5), b"", False, 0.0, digests
         )
         self._routing = Routing(
             prepared,

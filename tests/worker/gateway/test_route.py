@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vlm_worker.route import (
     AFFINITY_SLACK_REQUESTS,
+    AFFINITY_SLACK_SECONDS,
     Candidate,
     Demand,
     NoRoute,
@@ -176,6 +177,69 @@ def test_an_image_comes_home_until_its_home_is_busy() -> None:
     assert names(choose(queued, IMAGE))[0] != home
 
 
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        pytest.param({"a": 30, "b": 60}, "b", id="more tokens go first"),
+        pytest.param({"a": 30}, "a", id="any tokens go before none"),
+        pytest.param({"gone": 90}, None, id="the boot id of no pod is no pod's"),
+    ],
+)
+def test_a_request_goes_where_its_tokens_are(known: dict[str, int], expected: str | None) -> None:
+    cached = {name.encode(): num_tokens for name, num_tokens in known.items()}
+    pods = [encoder(name) for name in "abc"] + [prefill(name) for name in "abc"] + [decode()]
+    today = names(choose(pods, IMAGE))
+    images = dataclasses.replace(IMAGE, num_image_tokens=100, cached_images=cached)
+    assert names(choose(pods, images))[0] == (expected or today[0])
+    prefix = dataclasses.replace(IMAGE, cached_prefix=cached)
+    assert names(choose(pods, prefix))[1] == (expected or today[1])
+
+
+@pytest.mark.parametrize("num_cached", [1, 100])
+def test_the_pod_with_most_tokens_has_the_slack_of_a_home(num_cached: int) -> None:
+    cached = {b"a": num_cached}
+    demand = dataclasses.replace(IMAGE, num_image_tokens=100, cached_images=cached)
+    for num_inflight, expected in ((AFFINITY_SLACK_REQUESTS, "a"), (5, "b")):
+        pods = [encoder("a", num_inflight=num_inflight), encoder("b"), prefill(), decode()]
+        assert names(choose(pods, demand))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "on_idle", "num_inflight", "expected"),
+    [
+        pytest.param(50, 0, AFFINITY_SLACK_REQUESTS // 2, "second", id="half is worth half"),
+        pytest.param(50, 0, AFFINITY_SLACK_REQUESTS // 2 + 1, "idle", id="and no more"),
+        pytest.param(1, 0, 1, "idle", id="a shared beginning is worth no request"),
+        pytest.param(90, 80, 1, "idle", id="what the idle pod has as well is not saved"),
+        pytest.param(90, 80, 0, "second", id="of idle pods, the one with more"),
+    ],
+)
+def test_if_the_first_is_busy_another_pod_is_weighed_by_what_it_saves(
+    num_cached: int, on_idle: int, num_inflight: int, expected: str
+) -> None:
+    first = encoder("first", num_inflight=AFFINITY_SLACK_REQUESTS + 1)
+    others = [encoder("second", num_inflight=num_inflight), encoder("idle")]
+    cached = {b"first": 100, b"second": num_cached, b"idle": on_idle}
+    demand = dataclasses.replace(IMAGE, num_image_tokens=100, cached_images=cached)
+    assert names(choose([first, *others, prefill(), decode()], demand))[0] == expected
+
+
+def test_where_decode_pods_prefill_a_conversation_comes_back() -> None:
+    pods = [decode("a", stages=(P, D)), decode("b", stages=(P, D), num_inflight=2)]
+    demand = dataclasses.replace(TEXT, cached_prefix={b"b": 80})
+    assert names(choose(pods, TEXT)) == (None, "a", "a")
+    assert names(choose(pods, demand)) == (None, "b", "b")
+    full = [pods[0], dataclasses.replace(pods[1], kv_free_tokens=0)]
+    assert names(choose(full, demand)) == (None, "a", "a")
+
+
+def test_of_equal_decode_pods_the_one_with_the_prefix_fetches_less() -> None:
+    demand = dataclasses.replace(TEXT, cached_prefix={b"b": 80})
+    assert names(choose([prefill(), decode("a"), decode("b")], demand))[2] == "b"
+    loaded = decode("b", num_inflight=1)
+    assert names(choose([prefill(), decode("a"), loaded], demand))[2] == "a"
+
+
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=8, unique=True), st.binary(min_size=1))
 def test_a_pod_that_goes_moves_only_its_own_keys(pods: list[str], key: bytes) -> None:
     home = max(pods, key=lambda name: rendezvous(key, name))
@@ -199,6 +263,39 @@ PODS = st.lists(
     ),
     max_size=8,
 )
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 9), st.floats(0, 2)), min_size=1, max_size=6
+    ),
+    st.binary(min_size=1),
+    st.sampled_from([E, P]),
+)
+def test_with_nothing_known_the_home_or_the_least_loaded_pod_is_chosen(
+    loads: list[tuple[int, int, float]], key: bytes, stage: Stage
+) -> None:
+    """The rule of homes, written again: the empty knowledge changes no choice."""
+    pods = [
+        pod(
+            f"{stage}{i}",
+            Role(stage.value),
+            num_inflight=inflight,
+            num_waiting=waiting,
+            work_queued_seconds=seconds,
+        )
+        for i, (inflight, waiting, seconds) in enumerate(loads)
+    ]
+    home = max(pods, key=lambda c: (rendezvous(key, c.name), c.name))
+    idle = min(pods, key=lambda c: (c.work_queued_seconds, c.num_inflight + c.num_waiting, c.name))
+    more = home.num_inflight + home.num_waiting - idle.num_inflight - idle.num_waiting
+    seconds = home.work_queued_seconds > idle.work_queued_seconds + AFFINITY_SLACK_SECONDS
+    expected = idle if more > AFFINITY_SLACK_REQUESTS or seconds else home
+    others = [decode(), *([prefill("other")] if stage is E else [encoder("other")])]
+    demand = Demand(100, image_digest=key, prefix_digest=key, num_image_tokens=50)
+    gone = {b"gone": 50}
+    for asked in (demand, dataclasses.replace(demand, cached_images=gone, cached_prefix=gone)):
+        assert expected.name in names(choose([*pods, *others], asked))
 
 
 @given(PODS, st.booleans(), st.booleans())

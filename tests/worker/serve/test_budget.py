@@ -12,6 +12,7 @@ from vlm_worker.core.families import load_family
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.gateway_server import most_connections
 from vlm_worker.gateway.memory import CONNECTION_BYTES
+from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.media.pool import decoders_bytes
 from vlm_worker.serve.budget import MIN_DECODERS, QUEUED_IMAGES, image_bytes, plan_memory
 from vlm_worker.serve.loading import Loaded, load
@@ -146,6 +147,6 @@ def test_without_a_limit_nothing_is_refused() -> None:
 def test_a_gateway_in_the_same_process_declares_its_requests_and_its_connections() -> None:
     settings = parse(("serve", str(MODEL), "--max-connections=100"), {})
     assert isinstance(settings, ServeSettings)
-    connections = gateway_bytes(settings.gateway) - settings.gateway.memory_bytes
+    connections = gateway_bytes(settings.gateway) - settings.gateway.memory_bytes - CACHES_BYTES
     assert connections == most_connections(settings.gateway) * CONNECTION_BYTES
     assert connections > 100 * CONNECTION_BYTES

@@ -7,7 +7,8 @@
     decoders     the child processes that decode images
     gateway      requests and connections of a gateway that runs in a worker's process
     connections  buffers and request objects of a gateway's clients
-    process      interpreter, libraries and model code, measured after loading
+    process      interpreter, libraries and model code, measured after loading; of a gateway also
+                 what it knows of the caches of its pods
     kept         freed memory that malloc keeps, and messages in flight
 
 A separate gateway process has only `requests`, `connections`, `process` and `kept`.

@@ -62,6 +62,7 @@ class GatewayContext:
         )
         self.memory = MemoryBudget(settings.memory_bytes)
         self.meters = GatewayMetrics(clock(), memory=self.memory)
+        self.meters.caches = self.registry.caches
         self.tasks = Supervisor(clock=clock)
         self.preparer = Preparer(
             prompt_builder=prompt_builder,

@@ -21,6 +21,7 @@ from vlm_worker import metrics
 from vlm_worker.core.measurements import Buckets, Histogram, Rates
 from vlm_worker.core.process_memory import HOST_MEMORY_METRICS, HostMemory, ProcessMemory
 from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
+from vlm_worker.gateway.pod_caches import PodCaches
 from vlm_worker.gateway.visual import TIERS
 from vlm_worker.metrics import COUNTER, GAUGE, SECONDS_BUCKETS, STAGE_BUCKETS, Metric, families
 from vlm_worker.types import STAGES, Modality
@@ -35,7 +36,7 @@ class GatewayMetrics:
     """All metrics of a gateway. Label values come from closed sets only.
 
     `now` is a time in seconds on the gateway's clock, here and in all methods. `memory` is the
-    budget of the requests.
+    budget of the requests. The owner of a PodCaches sets `caches`.
     """
 
     def __init__(self, now: float = 0.0, *, memory: MemoryBudget | None = None) -> None:
@@ -46,6 +47,7 @@ class GatewayMetrics:
         self.num_visual_tokens = 0
         self.image_tiers: Counter[str] = Counter(dict.fromkeys(TIERS, 0))
         self.memory = memory or MemoryBudget(0)
+        self.caches = PodCaches()
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.refusals = Counter(dict.fromkeys(Bound, 0))
         self._num_image_requests = 0
@@ -233,6 +235,10 @@ _METRICS: Final[tuple[Metric[_Page], ...]] = (
            lambda page: page.metrics.num_visual_tokens),
     Metric(metrics.IMAGE_TIERS_TOTAL, COUNTER, "Images in requests, by tier of visual tokens.",
            lambda page: page.metrics.image_tiers, label="tier"),
+    Metric(metrics.ROUTED_CACHED_TOKENS_TOTAL, COUNTER, "Tokens known to be on a chosen pod.",
+           lambda page: page.metrics.caches.num_known_tokens, label="stage"),
+    Metric(metrics.KNOWN_CACHE_ENTRIES, GAUGE, "Digests known to be on pods.",
+           lambda page: page.metrics.caches.num_entries),
     Metric(metrics.GATEWAY_REFUSED_TOTAL, COUNTER, "Requests refused, by limit.",
            lambda page: page.metrics.refusals, label="bound"),
     Metric(metrics.GATEWAY_MEMORY_BYTES, GAUGE, "Bytes that requests hold.",

@@ -19,13 +19,14 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Self
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.errors import DrainingError, IncompatibleError, PeerLostError, WorkerError
 from vlm_worker.gateway.discovery import KnownPod
+from vlm_worker.gateway.pod_caches import Mark, PodCaches
 from vlm_worker.route import Candidate
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey, Role, Stage
@@ -91,7 +92,10 @@ class PodConnection:
 
 
 class Registry:
-    """All worker connections; `peers` has them by pod name."""
+    """All worker connections; `peers` has them by pod name.
+
+    `caches` has what the connected pods hold.
+    """
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class Registry:
         self.peers: dict[str, PodConnection] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.waiters = Waiters()
+        self.caches = PodCaches()
 
     def apply(self, pods: Sequence[KnownPod]) -> None:
         """Set the known pods: connect to new ones, close removed ones.
@@ -272,8 +277,13 @@ class Registry:
         peer.hello, peer.load, peer.num_others = None, None, 0
         self.waiters.notify()
 
+    def is_connected(self, boot_id: bytes) -> bool:
+        """Whether a connected pod has this boot id. A pod that ended or restarted has another."""
+        return any(p.hello is not None and p.hello.boot_id == boot_id for p in self.peers.values())
+
     def _note_loss(self, peer: PodConnection) -> None:
         if peer.hello is not None:
+            self.caches.forget(peer.hello.boot_id)
             self._lost_at |= dict.fromkeys(peer.hello.stages, self._clock())
 
     def _check(self, hello: Hello, certified: Role | None) -> None:
@@ -347,6 +357,16 @@ class PodsInUse:
             if not self.decoding:
                 self.failed_boot_ids.update(producer.boot_id for producer in producers)
             raise
+
+    def record_held(self, pod: Candidate, digests: Iterable[bytes]) -> None:
+        """Record what a pod holds from now on, unless it is lost."""
+        if self._registry.is_connected(pod.boot_id):
+            self._registry.caches.record(pod.boot_id, digests)
+
+    def record_prefix(self, pod: Candidate, marks: Sequence[Mark]) -> None:
+        """Record that a pod holds a prompt, unless it is lost."""
+        # As on the pod, the end of a prompt is forgotten before its beginning.
+        self.record_held(pod, [mark.digest for mark in reversed(marks)])
 
     def cancel_everywhere(self) -> None:
         """Cancel the attempt on all its pods, in the background."""

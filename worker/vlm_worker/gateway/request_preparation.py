@@ -31,6 +31,7 @@ from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.overflow import Fitted, fit
+from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, check_visual_tokens
@@ -185,8 +186,9 @@ class Preparer:
         images: tuple[RequestImage, ...],
     ) -> PreparedRequest:
         self._check_sampling(ask.options.sampling)
+        prompt, cache_salt = prompt_without(frozenset()), self.salts.of(ask.tenant)
         max_tokens = check_context(
-            prompt_without(frozenset()),
+            prompt,
             ask.options.max_tokens,
             self.context(ask.config),
             param=ask.param,
@@ -197,10 +199,10 @@ class Preparer:
             images=images,
             prompt_without=prompt_without,
             sampling=_sampling(ask.options.sampling, self.prompt_builder.defaults, max_tokens),
-            cache_salt=self.salts.of(ask.tenant),
+            cache_salt=cache_salt,
             skip_corrupt=ask.config.limits.on_corrupt == "Skip",
             max_wait_seconds=max_wait_seconds(ask.config.admission),
-            block_size=self.block_size,
+            digests=RequestDigests.of(prompt, images, salt=cache_salt, block_size=self.block_size),
             priority=ask.options.sampling.priority,
             inline=ask.config.on_demand == "InlineAtPrefill",
             max_hold_seconds=max_hold_seconds(ask.config),

@@ -9,6 +9,7 @@ import logging
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, serve_gateway
 from vlm_worker.gateway.memory import declare
+from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.model.cgroup import memory_limit_bytes
 from vlm_worker.serve.process import (
     KEPT_BYTES,
@@ -50,7 +51,7 @@ def _declare_memory(gateway: Gateway) -> None:
         context.settings.memory_bytes,
         most_connections(context.settings),
         tls=context.settings.tls_dir is not None,
-        resident_bytes=resident_bytes(),
+        resident_bytes=resident_bytes() + CACHES_BYTES,
         kept_bytes=KEPT_BYTES + MESSAGE_BYTES,
         limit_bytes=limit,
     )

@@ -12,6 +12,7 @@ import sys
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, running
 from vlm_worker.gateway.memory import connection_bytes
+from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.serve.process import StopSignals, freeze_gc, result_unless
 from vlm_worker.serve.sources import fetch_model
 from vlm_worker.serve.worker import worker
@@ -63,9 +64,8 @@ async def run_local(settings: ServeSettings) -> int:
 
 def gateway_bytes(settings: GatewaySettings) -> int:
     """Bytes that a gateway uses in a worker's process."""
-    return settings.memory_bytes + connection_bytes(
-        most_connections(settings), tls=settings.tls_dir is not None
-    )
+    connections = connection_bytes(most_connections(settings), tls=settings.tls_dir is not None)
+    return settings.memory_bytes + connections + CACHES_BYTES
 
 
 async def _failed(server: WorkerServer, gateway: Gateway, stop: asyncio.Event) -> None:

@@ -94,7 +94,9 @@ class Attempt:
                     # count it before other requests choose a route, so that they spread
                     self.pods.client(self._route.decode.pod)
                 self._start(self._serve())
-                return await self._ended
+                reason = await self._ended
+                self._record_answer()
+                return reason
             finally:
                 for task in self._tasks:
                     task.cancel()
@@ -122,6 +124,7 @@ class Attempt:
     async def _encode_images(self, encoding: Encoding, choice: Choice) -> None:
         with self.pods.record_failure(choice.pod):
             await encoding.run(self.pods.client(choice.pod))
+        self.pods.record_held(choice.pod, encoding.encoded())
 
     async def _reserve(self) -> None:
         """Reserve KV on the first decode pod that accepts; if all are overloaded, wait and retry.
@@ -131,7 +134,7 @@ class Attempt:
         """
         route, registry = self._route, self._registry
         assert route.decode is not None
-        demand = self._prepared.demand(len(self._delivered.token_ids))
+        demand = self._prepared.demand(len(self._delivered.token_ids), registry.caches)
         deadline = self._trace.clock() + self._prepared.max_wait_seconds
         choice = route.decode
         refused: set[bytes] = set()
@@ -178,6 +181,9 @@ class Attempt:
                             case Accepted() as accepted:
                                 self._hand_over(request, accepted)
                             case FirstToken() as first:
+                                if not first_token and self._is_whole(request):
+                                    marks = self._prepared.digests.marks
+                                    self.pods.record_prefix(choice.pod, marks)
                                 first_token = True
                                 await self._take_first(first)
                 except PeerLostError:
@@ -186,6 +192,18 @@ class Attempt:
                         raise
             if not first_token:
                 raise PeerLostError("prefill ended its stream without a token")
+
+    def _is_whole(self, request: Request) -> bool:
+        """Whether no image was left out: the digests are those of the whole prompt."""
+        return len(request.items) == len(self._prepared.images)
+
+    def _record_answer(self) -> None:
+        """Record that the decode pod holds prompt and answer: the next turn begins with them."""
+        delivered, choice = self._delivered, self._decode_choice
+        prompt = self._prepared.prompt_without(frozenset())
+        if choice is not None and self.pods.decoding and delivered.prompt == prompt:
+            marks = self._prepared.digests.with_answer(prompt, delivered.token_ids)
+            self.pods.record_prefix(choice.pod, marks)
 
     def _hand_over(self, request: Request, accepted: Accepted) -> None:
         self._accepted = True
@@ -337,6 +355,11 @@ class Encoding:
                 if num_remaining == 0:
                     return
         raise PeerLostError("the encoder ended its stream before every image was ready")
+
+    def encoded(self) -> list[bytes]:
+        """The keys of the images that the pod has encoded, once `run` has returned."""
+        keys, items = self._prepared.digests.images, self.decoded.result()
+        return [key for key, item in zip(keys, items, strict=True) if item.error is None]
 
     def source(self, item: int) -> Source:
         pod = self._choice.pod

@@ -90,9 +90,11 @@ class Generation:
             number += 1
             if len(self.delivered.token_ids) >= self._prepared.sampling.max_tokens:
                 return FinishReason.LENGTH
+            route = await self._routing.find(self._choose)
+            self._registry.caches.count(route)
             attempt = Attempt(
                 self._prepared,
-                await self._routing.find(self._choose),
+                route,
                 number=number,
                 delivered=self.delivered,
                 trace=self._trace,
@@ -112,7 +114,7 @@ class Generation:
             self.delivered.forget_early()
 
     def _choose(self) -> Route | NoRoute:
-        demand = self._prepared.demand(len(self.delivered.token_ids))
+        demand = self._prepared.demand(len(self.delivered.token_ids), self._registry.caches)
         return choose(self._registry.candidates(), demand, failed=frozenset(self._failed))
 
     async def _wait_for_capacity(

@@ -6,9 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
-import xxhash
-
 from vlm_worker.gateway.images import RequestImage
+from vlm_worker.gateway.pod_caches import PodCaches, RequestDigests
 from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.route import Demand
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, TokenLogprobs
@@ -30,7 +29,7 @@ class PreparedRequest:
         inline: if no encoder pod exists, the prefill pod may encode the images.
         max_hold_seconds: if it may not, the maximum wait for an encoder pod.
         wake_timeout_seconds: maximum wait for the pods of a service at zero; 0 if it never is.
-        block_size: tokens of a KV block.
+        digests: what pods may hold of it from earlier requests.
         priority: requests of a larger priority run first.
         num_bytes: bytes of images and texts.
     """
@@ -42,28 +41,28 @@ class PreparedRequest:
     cache_salt: bytes
     skip_corrupt: bool
     max_wait_seconds: float
-    block_size: int
+    digests: RequestDigests
     priority: int = 0
     inline: bool = True
     max_hold_seconds: float = 0.0
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
 
-    def demand(self, num_delivered: int) -> Demand:
+    def demand(self, num_delivered: int, caches: PodCaches) -> Demand:
         """The demand on the route after `num_delivered` tokens of the answer."""
-        prompt = self.prompt_without(frozenset())
-        hasher = xxhash.xxh3_128()
-        head = prompt.token_ids[: self.block_size]
-        hasher.update(b"".join(token.to_bytes(4, "little") for token in head))
-        for image, offset in zip(self.images, prompt.offsets, strict=True):
-            if offset < self.block_size:
-                hasher.update(image.digest)
+        digests = self.digests
+        images = [
+            (key, image.num_tokens) for key, image in zip(digests.images, self.images, strict=True)
+        ]
         return Demand(
-            num_tokens=len(prompt.token_ids) + num_delivered + 1,
+            num_tokens=len(self.prompt_without(frozenset()).token_ids) + num_delivered + 1,
             image_digest=self.images[0].digest if self.images else b"",
-            prefix_digest=hasher.digest(),
+            prefix_digest=digests.head,
             needs_decode=self.sampling.max_tokens - num_delivered > 1,
             inline=self.inline,
+            num_image_tokens=sum(dict(images).values()),
+            cached_images=caches.images(images),
+            cached_prefix=caches.prefix(digests.marks),
         )
 
 
