@@ -20,6 +20,14 @@ def encoded(
     return buffer.getvalue()
 
 
+def broken_inside(data: bytes) -> bytes:
+    """An image whose header is well-formed and whose pixels are not."""
+    broken = bytearray(data)
+    at = broken.index(b"IDAT") + 8
+    broken[at : at + 8] = b"\xff" * 8
+    return bytes(broken)
+
+
 def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 

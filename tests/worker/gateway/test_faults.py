@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from worker.gateway.image_files import ask, png
+from worker.gateway.image_files import ask, broken_inside, png
 from worker.gateway.stack import NOBODY, D, E, P, Stack, Worker, stack
 
 from vlm_worker.client import WorkerClient
@@ -227,14 +227,6 @@ async def fill(worker: Worker) -> list[RequestKey]:
             size //= 2
     assert keys
     return keys
-
-
-def broken_inside(data: bytes) -> bytes:
-    """An image whose header is well-formed and whose pixels are not."""
-    broken = bytearray(data)
-    at = broken.index(b"IDAT") + 8
-    broken[at : at + 8] = b"\xff" * 8
-    return bytes(broken)
 
 
 async def test_an_image_that_only_the_decoder_finds_broken_is_named(served: Stack) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 from hypothesis import given
 from hypothesis import strategies as st
-from worker.gateway.image_files import ask, png
+from worker.gateway.image_files import ask, broken_inside, png
 from worker.gateway.stack import D, E, P, Stack, Worker, stack
 
 from vlm_worker.gateway.images import RequestImage
@@ -247,6 +248,20 @@ async def test_images_go_to_the_encoder_that_has_most_of_them_not_to_the_home_of
         await chat(served, user(a, b, c, "three"))
         assert sum(warm.runner.batch_sizes) == 3  # `a` alone
         assert sum(home.runner.batch_sizes) == 1
+        await served.until_idle()
+
+
+async def test_an_image_that_was_skipped_is_on_no_pod_and_neither_is_its_prompt(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "gateway.json"
+    config.write_text('{"limits": {"on_corrupt": "Skip"}}')
+    async with stack((Role.DECODE, (E, P, D)), config=config) as served:
+        caches = served.gateway.context.registry.caches
+        await chat(served, user(png(), broken_inside(png((7, 8, 9))), "What is this?"))
+        assert caches.num_entries == 1  # the image that could be decoded
+        await chat(served, user(png(), "What is this?"))
+        assert caches.num_entries > 1 + 2
         await served.until_idle()
 
 

@@ -224,6 +224,20 @@ def test_if_the_first_is_busy_another_pod_is_weighed_by_what_it_saves(
     assert names(choose([first, *others, prefill(), decode()], demand))[0] == expected
 
 
+def test_tokens_on_a_pod_that_drains_failed_or_disagrees_attract_nothing() -> None:
+    demand = dataclasses.replace(IMAGE, num_image_tokens=100, cached_images={b"warm": 100})
+    rest = [encoder("other"), prefill(), decode()]
+    assert names(choose([encoder("warm"), *rest], demand))[0] == "warm"
+    for warm in (
+        encoder("warm", accepting=False),
+        encoder("warm", ready=False),
+        encoder("warm", embed_fingerprint=b"x"),
+    ):
+        assert names(choose([warm, *rest], demand))[0] == "other"
+    failed = choose([encoder("warm"), *rest], demand, failed=frozenset({b"warm"}))
+    assert names(failed)[0] == "other"
+
+
 def test_where_decode_pods_prefill_a_conversation_comes_back() -> None:
     pods = [decode("a", stages=(P, D)), decode("b", stages=(P, D), num_inflight=2)]
     demand = dataclasses.replace(TEXT, cached_prefix={b"b": 80})
@@ -298,11 +312,18 @@ def test_with_nothing_known_the_home_or_the_least_loaded_pod_is_chosen(
         assert expected.name in names(choose([*pods, *others], asked))
 
 
-@given(PODS, st.booleans(), st.booleans())
-def test_a_route_is_able_ready_and_agreeing(
-    pods: list[Candidate], images: bool, needs_decode: bool
+@given(PODS, st.booleans(), st.booleans(), st.lists(st.integers(0, 100), max_size=8))
+def test_a_route_is_able_ready_and_agreeing_whatever_is_known(
+    pods: list[Candidate], images: bool, needs_decode: bool, known: list[int]
 ) -> None:
-    demand = dataclasses.replace(IMAGE if images else TEXT, needs_decode=needs_decode)
+    cached = {c.boot_id: num_tokens for c, num_tokens in zip(pods, known, strict=False)}
+    demand = dataclasses.replace(
+        IMAGE if images else TEXT,
+        needs_decode=needs_decode,
+        num_image_tokens=100,
+        cached_images=cached,
+        cached_prefix=cached,
+    )
     route = choose(pods, demand)
     if isinstance(route, NoRoute):
         return
