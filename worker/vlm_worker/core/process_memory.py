@@ -5,11 +5,12 @@
     requests     `core.request_memory.MemoryBudget`, both tiers of the encoder cache included
     work         temporary memory of one step and of one encoder call
     decoders     the child processes that decode images
-    gateway      requests and connections of a gateway that runs in a worker's process
+    gateway      requests and connections of a gateway that runs in a worker's process, and what it
+                 knows of the caches of its pods
     connections  buffers and request objects of a gateway's clients
-    process      interpreter, libraries and model code, measured after loading; of a gateway also
-                 what it knows of the caches of its pods
-    kept         freed memory that malloc keeps, and messages in flight
+    process      interpreter, libraries and model code, measured after loading
+    kept         freed memory that malloc keeps, and messages in flight; of a gateway also what it
+                 knows of the caches of its pods
 
 A separate gateway process has only `requests`, `connections`, `process` and `kept`.
 

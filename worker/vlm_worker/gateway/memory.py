@@ -172,7 +172,7 @@ def declare(
     """Return the memory that a gateway's process may use, by part.
 
     `resident_bytes` is its resident memory when it is ready. `kept_bytes` are freed memory that
-    malloc keeps, and messages to workers.
+    malloc keeps, messages to workers, and what the gateway knows of their caches.
 
     Requests get `num_request_bytes`, or less if the container's `limit_bytes` leave less, but at
     least 128 MiB. So the sum may exceed a limit that is too small for a gateway.

@@ -51,8 +51,8 @@ def _declare_memory(gateway: Gateway) -> None:
         context.settings.memory_bytes,
         most_connections(context.settings),
         tls=context.settings.tls_dir is not None,
-        resident_bytes=resident_bytes() + CACHES_BYTES,
-        kept_bytes=KEPT_BYTES + MESSAGE_BYTES,
+        resident_bytes=resident_bytes(),
+        kept_bytes=KEPT_BYTES + MESSAGE_BYTES + CACHES_BYTES,
         limit_bytes=limit,
     )
     context.declare(declared, resident_bytes)
