@@ -1,0 +1,154 @@
+"""The index of the encoder cache's disk tier: which files exist, and which to delete. Pure.
+
+    begin_write(file) -> victims, or None: too large    complete_write / remove
+    find(name)        -> a complete file, not expired   touch: it is used
+
+The caller deletes the victims before it writes the file. A file that is being written counts, is
+not found and is no victim.
+
+Laws (tests/worker/core/test_disk_index.py):
+
+    D1  if each victim can be deleted, the files never exceed `max_bytes`, those that are being
+        written included
+    D2  an expired file is never found, and `expire` returns it
+    D3  only complete files are victims: expired ones first, then least recently used
+    D4  equal calls give equal victims
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file. `num_bytes` is its size, `written_at` seconds of the wall clock.
+
+    With `has_scores`, a reduction that needs the scores of visual tokens can use it.
+    """
+
+    name: str
+    num_bytes: int
+    written_at: float
+    has_scores: bool = False
+
+
+class DiskIndex:
+    """Files by name, least recently used first. Time is an argument, seconds of the wall clock.
+
+    A file expires `max_age_seconds` after it was written, however often it is used.
+    """
+
+    def __init__(self, *, max_bytes: int, max_age_seconds: float) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_evictions = 0
+        self.num_expirations = 0
+        self.num_put_back = 0
+        self._max_age_seconds = max_age_seconds
+        self._next_expiry = math.inf  # no complete file expires before
+        self._files: dict[str, StoredFile] = {}
+        self._writing: dict[str, StoredFile] = {}
+
+    def __len__(self) -> int:
+        """Complete files."""
+        return len(self._files)
+
+    def load(self, files: Iterable[StoredFile], *, now: float) -> list[StoredFile]:
+        """Add the files that a start found, the oldest as least recently used.
+
+        Returns those to delete: the expired ones, and the oldest that exceed the bound. A file
+        from the future counts as written now.
+        """
+        for file in sorted(files, key=lambda file: (file.written_at, file.name)):
+            self._add(dataclasses.replace(file, written_at=min(file.written_at, now)))
+        return self.expire(now=now) + self._make_room(0)
+
+    def find(self, name: str, *, now: float) -> StoredFile | None:
+        """The complete file of a name, if it is not expired. Changes nothing."""
+        file = self._files.get(name)
+        return None if file is None or self._is_expired(file, now) else file
+
+    def touch(self, name: str) -> None:
+        """Make a file the most recently used one."""
+        if name in self._files:
+            self._files[name] = self._files.pop(name)
+
+    def is_writing(self, name: str) -> bool:
+        return name in self._writing
+
+    def begin_write(self, file: StoredFile, *, now: float) -> list[StoredFile] | None:
+        """Reserve the bytes of a file; returns the files to delete before it is written.
+
+        A file of the same name is among them. None if it does not fit beside the files that are
+        being written: then nothing changes.
+        """
+        assert file.name not in self._writing
+        reserved = sum(other.num_bytes for other in self._writing.values())
+        if reserved + file.num_bytes > self.max_bytes:
+            return None
+        victims = self.expire(now=now)
+        if file.name in self._files:
+            victims.append(self.remove(file.name))
+        victims += self._make_room(file.num_bytes)
+        self._writing[file.name] = file
+        self.num_bytes += file.num_bytes
+        return victims
+
+    def complete_write(self, name: str) -> None:
+        """The file is written: it can be found, as the most recently used one."""
+        file = self._writing.pop(name)
+        self.num_bytes -= file.num_bytes
+        self._add(file)
+
+    def abort_write(self, name: str) -> None:
+        """The file was not written, and is not on the disk."""
+        self.num_bytes -= self._writing.pop(name).num_bytes
+
+    def remove(self, name: str) -> StoredFile:
+        """Forget a complete file; the caller deletes it."""
+        file = self._files.pop(name)
+        self.num_bytes -= file.num_bytes
+        return file
+
+    def put_back(self, file: StoredFile) -> None:
+        """Count a victim that could not be deleted, as the most recently used file."""
+        self.num_put_back += 1
+        if file.name not in self._files and file.name not in self._writing:
+            self._add(file)
+
+    def expire(self, *, now: float) -> list[StoredFile]:
+        """Forget the expired files and return them; the caller deletes them."""
+        if now < self._next_expiry:
+            return []
+        expired = [file for file in self._files.values() if self._is_expired(file, now)]
+        self.num_expirations += len(expired)
+        for file in expired:
+            self.remove(file.name)
+        written = (file.written_at for file in self._files.values())
+        self._next_expiry = min(written, default=math.inf) + self._max_age_seconds
+        return expired
+
+    def check(self) -> None:
+        """Raise AssertionError if the files and the counts disagree."""
+        files = [*self._files.values(), *self._writing.values()]
+        assert self.num_bytes == sum(file.num_bytes for file in files)
+        is_bounded = self.num_bytes <= self.max_bytes or self.num_put_back
+        assert is_bounded, "D1: the disk tier exceeds its bound"
+
+    def _make_room(self, num_bytes: int) -> list[StoredFile]:
+        victims = []
+        while self._files and self.num_bytes + num_bytes > self.max_bytes:
+            victims.append(self.remove(next(iter(self._files))))
+        self.num_evictions += len(victims)
+        return victims
+
+    def _add(self, file: StoredFile) -> None:
+        self._files[file.name] = file
+        self.num_bytes += file.num_bytes
+        self._next_expiry = min(self._next_expiry, file.written_at + self._max_age_seconds)
+
+    def _is_expired(self, file: StoredFile, now: float) -> bool:
+        return now - file.written_at >= self._max_age_seconds
