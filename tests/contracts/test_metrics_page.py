@@ -12,7 +12,7 @@ from worker.authority import Authority
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
 from vlm_worker.core.measurements import Histogram
-from vlm_worker.engine.settings import EngineStats, KVStats
+from vlm_worker.engine.settings import DiskStats, EncoderCacheStats, EngineStats, KVStats
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.gateway.metrics import GatewayMetrics
 from vlm_worker.media.pool import REFUSALS, MediaTimes
@@ -47,7 +47,10 @@ def worker_exposition() -> str:
         metric.stats or metric.name: {"text": 1} if metric.label else 1 for metric in COUNTERS
     }
     engine = EngineStats(
-        kv=KVStats(640), kv_request_bytes=((Modality.IMAGE, sizes),), counters=counters
+        encoder_cache=EncoderCacheStats(disk=DiskStats(capacity_bytes=1)),
+        kv=KVStats(640),
+        kv_request_bytes=((Modality.IMAGE, sizes),),
+        counters=counters,
     )
     state.record_heartbeat(engine)
     meters = WorkerMetrics(state, lambda: Snapshot(engine, LeaseCounts(), num_calls=0))
@@ -94,3 +97,11 @@ def test_the_workers_metrics_are_listed_with_type_and_labels(
     assert len(listed) == len(WORKER)
     assert listed == found
     assert {name for name, _, _ in found} >= SHARED_NAMES
+
+
+def test_a_worker_without_a_disk_tier_has_no_series_of_one() -> None:
+    engine = EngineStats()
+    state = WorkerState(parse(["decode", "--model=/m", "--served-name=m"], {}))  # type: ignore[arg-type]
+    meters = WorkerMetrics(state, lambda: Snapshot(engine, LeaseCounts(), num_calls=0))
+    assert "disk" not in meters.exposition().decode()
+    assert 'hits_total{tier="disk"}' in worker_exposition()

@@ -195,6 +195,15 @@ class ChecksumRunner:
             raise CorruptTransferError(f"an embedding of {num_bytes} bytes has {rows.nbytes}")
         return np.frombuffer(bytes(rows), np.int64)
 
+    def export_scores(self, embedding: np.ndarray) -> memoryview:
+        """None: `kept_cells` needs no scores."""
+        del embedding
+        return memoryview(b"")
+
+    def with_scores(self, embedding: np.ndarray, scores: memoryview) -> np.ndarray:
+        assert not scores.nbytes
+        return embedding
+
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         data = memoryview(self._kv[list(block_ids)].tobytes())
         if out is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.testing import ChecksumRunner, plain_positions
@@ -27,6 +28,7 @@ async def start() -> AsyncIterator[StartEngine]:
         *,
         dies: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        files: EmbeddingFiles | None = None,
         **changes: Any,
     ) -> Engine:
         settings = EngineSettings(
@@ -37,6 +39,7 @@ async def start() -> AsyncIterator[StartEngine]:
             settings=dataclasses.replace(settings, **changes),
             positions=plain_positions,
             clock=clock,
+            files=files,
         )
         engine.start(asyncio.get_running_loop())
         if not dies:

@@ -1,5 +1,8 @@
 """The encoder cache: embeddings by image key, in two tiers. The runner copies between them.
 
+A third tier, on disk, is optional (`engine.embedding_reads`): this cache tells it which entries
+leave memory, and counts what it reads.
+
     begin -> filling -> complete -> HOT, pinned <-> HOT, idle --demote--> COLD --evict--> dropped
                 `-> fail                ^                                   |
                                         `------------- promote -------------'
@@ -27,7 +30,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+NO_SCORES: Final = memoryview(b"")
 
 
 class Codec(Protocol):
@@ -36,6 +41,8 @@ class Codec(Protocol):
     def export_embedding(self, embedding: Any) -> memoryview: ...
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Any: ...
     def embedding_bytes(self, embedding: Any) -> int: ...
+    def export_scores(self, embedding: Any) -> memoryview: ...
+    def with_scores(self, embedding: Any, scores: memoryview) -> Any: ...
 
 
 class Tier(enum.Enum):
@@ -57,6 +64,9 @@ class Entry:
         num_bytes: of its buffer; 0 until it is ready.
         expires: seconds on the clock of `now`.
         pins: the owners that use it.
+        scores: of a cold entry's embedding, if there is a disk tier.
+        is_from_disk: the disk tier filled it.
+        counts_as_disk: its next counted hit is one of the disk tier.
         waiters: called once when the entry is ready (None) or has failed.
     """
 
@@ -68,6 +78,9 @@ class Entry:
     expires: float = 0.0
     tier: Tier = Tier.HOT
     pins: set[Hashable] = dataclasses.field(default_factory=set)
+    scores: memoryview = NO_SCORES
+    is_from_disk: bool = False
+    counts_as_disk: bool = False
     waiters: list[Callable[[Exception | None], None]] = dataclasses.field(default_factory=list)
 
     def notify(self, error: Exception | None) -> None:
@@ -108,6 +121,9 @@ class EncoderCache:
 
     `max_bytes` is the budget of the hot tier, `cold_bytes` of the cold one: 0 disables it. An entry
     expires if it was not used for `ttl_seconds`.
+
+    If there is a disk tier, it sets `on_leave`, which gets each filled entry that is evicted or
+    expires, while it still has its buffer.
     """
 
     def __init__(
@@ -121,6 +137,8 @@ class EncoderCache:
         self.num_demotions = 0
         self.num_promotions = 0
         self.num_pins = 0
+        self.num_disk_hits = 0
+        self.on_leave: Callable[[Entry], None] | None = None
         self._codec = codec
         self._ttl_seconds = ttl_seconds
         self._listed: dict[bytes, Entry] = {}
@@ -153,7 +171,10 @@ class EncoderCache:
         tier = self.cold if entry.tier is Tier.COLD else self.hot
         if tier is self.cold and not self._promote(entry, now):
             return None
-        if counted and entry.ready:
+        if counted and entry.ready and entry.counts_as_disk:
+            self.num_disk_hits += 1
+            entry.counts_as_disk = False
+        elif counted and entry.ready:
             tier.num_hits += 1
         elif counted:
             self.num_joins += 1
@@ -210,8 +231,7 @@ class EncoderCache:
         """Discard the idle entries that have expired."""
         for cache_tier in (self.cold, self.hot):
             while cache_tier.idle and cache_tier.oldest.expires <= now:
-                self.num_expirations += 1
-                self._discard(cache_tier.oldest)
+                self._expire(cache_tier.oldest)
 
     def check(self) -> None:
         """Raise AssertionError if the entries and the counts disagree."""
@@ -246,12 +266,24 @@ class EncoderCache:
 
     def _evict(self, entry: Entry) -> None:
         self.num_evictions += 1
+        self._leave(entry)
+
+    def _expire(self, entry: Entry) -> None:
+        self.num_expirations += 1
+        self._leave(entry)
+
+    def _leave(self, entry: Entry) -> None:
+        """Discard a filled entry without pins that could be used again."""
+        if self.on_leave is not None:
+            self.on_leave(entry)
         self._discard(entry)
 
     def _demote(self, entry: Entry) -> None:
         """Copy an idle entry to the cold tier."""
         try:
             rows = self._codec.export_embedding(entry.buffer)
+            if self.on_leave is not None:
+                entry.scores = self._codec.export_scores(entry.buffer)
         except Exception:  # noqa: BLE001  the codec logs it
             self._discard(entry)
             return
@@ -268,11 +300,13 @@ class EncoderCache:
         """
         try:
             embedding = self._codec.import_embedding(entry.buffer, entry.num_tokens)
+            if entry.scores.nbytes:
+                embedding = self._codec.with_scores(embedding, entry.scores)
         except Exception:  # noqa: BLE001  the codec logs it
             self._discard(entry)
             return False
         self.cold.remove(entry)
-        entry.tier, entry.buffer = Tier.HOT, embedding
+        entry.tier, entry.buffer, entry.scores = Tier.HOT, embedding, NO_SCORES
         self.hot.add(entry)
         self.num_promotions += 1
         self._evict_excess(now)
@@ -291,8 +325,7 @@ class EncoderCache:
         if not self._is_listed(entry):
             self._drop(entry)
         elif entry.ready and entry.expires <= now:
-            self.num_expirations += 1
-            self._discard(entry)
+            self._expire(entry)
         elif entry.ready:
             entry.expires = now + self._ttl_seconds
             self.hot.idle[entry] = None

@@ -2,7 +2,7 @@
 
     encode(key, images) --HIT--> ItemReady
                         --JOIN-> wait for the encoding in flight
-                        --MISS-> EncoderQueue -> cache -> all waiting calls
+                        --MISS-> EmbeddingReads: disk, or EncoderQueue -> cache -> all waiting calls
 
 Prompts (`prompt_embeddings`) use the same cache: an embedding of this engine reaches its own
 prefill without a copy.
@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
 from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, EngineContext, ResourceKind, Totals
+from vlm_worker.engine.embedding_files import EmbeddingFiles
+from vlm_worker.engine.embedding_reads import EmbeddingReads
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
 from vlm_worker.engine.reduced_images import ReducedImages
@@ -77,7 +80,7 @@ class EmbeddingPin:
 class EncodeRequests:
     """The encode track of all attempts. Engine thread only. `Engine` documents the commands."""
 
-    def __init__(self, context: EngineContext) -> None:
+    def __init__(self, context: EngineContext, files: EmbeddingFiles | None = None) -> None:
         runner, settings = context.runner, context.settings
         num_tokens = settings.max_image_tokens or settings.max_model_len
         needed = num_tokens * runner.embed_layout.row_bytes
@@ -95,7 +98,9 @@ class EncodeRequests:
             ttl_seconds=settings.embedding_ttl_seconds,
         )
         self.queue = EncoderQueue(context, self.cache)
-        self._reduced = ReducedImages(context, self.cache, self.queue, self.copies)
+        self.reads = EmbeddingReads(context, self.cache, self.queue, self.copies, files)
+        self._reduced = ReducedImages(context, self.cache, self.queue, self.copies, self.reads)
+        self._answers: list[Callable[[bool], None]] = []
         self._draining = False
         self._context = context
         self._runner, self._settings = runner, settings
@@ -118,6 +123,33 @@ class EncodeRequests:
             pin = EmbeddingPin(entry, key, None, self._num_bytes(image), self)
             self._attempts.open(key).acquire(pin)
         return True
+
+    def read_whole(
+        self, key: RequestKey, image: PreparedImage, answer: Callable[[bool], None]
+    ) -> None:
+        """Read a whole image from the disk into the cache, pinned for `key` as by `pin_cached`.
+
+        `answer` gets whether it is in the cache: False at once if the disk does not have it.
+        """
+        image_key, num_tokens, now = image.image_key, image.num_tokens, self._clock()
+        whole = self.cache.find(image_key, num_tokens=num_tokens, now=now)
+        begins = whole is None and self.reads.has(image_key)
+        if begins:
+            whole = self.cache.begin(image_key, key, num_tokens=num_tokens, counted=False)
+        elif whole is not None and self.reads.is_reading(whole):
+            self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
+        else:
+            answer(False)
+            return
+        assert whole is not None
+        if all(pin.entry is not whole for pin in self._cached_pins(key)):
+            # the whole of a reduced image is unpinned before the call holds anything for a peer
+            num_bytes = self._num_bytes(image) if image.reduction is None else 0
+            self._attempts.open(key).acquire(EmbeddingPin(whole, key, None, num_bytes, self))
+        self._answers.append(answer)
+        whole.waiters.append(lambda error: self._answer(answer, is_cached=error is None))
+        if begins:  # `encode` will count the lookup
+            self.reads.fill(whole, None, counted=False)
 
     def unpin_cached(self, key: RequestKey) -> None:
         for pin in self._cached_pins(key):
@@ -163,10 +195,12 @@ class EncodeRequests:
     def drain(self, error: WorkerError) -> int:
         """Refuse new calls and fail the waiting images; returns their number."""
         self._draining = True
-        return self.queue.drain(error)
+        return self.queue.drain(error) + self.reads.drain(error)
 
     def fail_pending(self, error: WorkerError) -> None:
         """End every stream; nothing is freed."""
+        for answer in tuple(self._answers):
+            self._answer(answer, is_cached=False)
         for attempt in self._attempts.by_key.values():
             for call in attempt.of(EncodeCall):
                 for item in sorted(call.pending):
@@ -177,6 +211,11 @@ class EncodeRequests:
     def held(self) -> Totals:
         """The embeddings that are queued or held for peers."""
         return self._attempts.totals[ResourceKind.EMBEDDING_PIN]
+
+    @property
+    def num_whole_pins(self) -> int:
+        """Pins of whole images that are filled for their reductions."""
+        return self._reduced.num_pins
 
     # ---- for prompts -----------------------------------------------------------------------------
     def find(self, image: ImageItem) -> Entry | None:
@@ -213,7 +252,7 @@ class EncodeRequests:
         """Unpin an entry; if it is not encoded yet and has no other pin, dequeue it."""
         self.cache.unpin(entry, owner, now=self._clock())
         if not entry.ready and not entry.pins and not self._reduced.abandon(entry):
-            self.queue.abandon(entry)
+            self.reads.abandon(entry)
 
     # ---- parts -----------------------------------------------------------------------------------
     def _cached_pins(self, key: RequestKey) -> list[EmbeddingPin]:
@@ -284,13 +323,25 @@ class EncodeRequests:
         image_key, num_tokens, now = image.kept_key, image.kept_tokens, self._clock()
         cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
         if cached is not None:
+            if image.reduction is None:
+                self.reads.join(cached, self._encode(cached, image, key, priority))
             return cached
         if image.reduction is not None:
             reduced = self._reduced.from_cache(image, owner)
             return reduced or self._reduced.encode(image, owner, key, priority=priority)
-        entry = self.cache.begin(image_key, owner, num_tokens=num_tokens)
-        self.queue.push(entry, image, key, priority=priority)
+        entry = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False)
+        self.reads.fill(entry, self._encode(entry, image, key, priority))
         return entry
+
+    def _encode(
+        self, entry: Entry, image: PreparedImage, key: RequestKey, priority: int
+    ) -> Callable[[], None]:
+        return functools.partial(self.queue.push, entry, image, key, priority=priority)
+
+    def _answer(self, answer: Callable[[bool], None], *, is_cached: bool) -> None:
+        if answer in self._answers:
+            self._answers.remove(answer)
+            answer(is_cached)
 
     def _item_filled(
         self, call: EncodeCall, item: int, entry: Entry, queued_at: float, error: Exception | None
@@ -300,8 +351,10 @@ class EncodeRequests:
         if error is not None:
             self._failed(call, item, error)
         else:
-            times = (queued_at, self.queue.batch_started, self._clock())
-            self._ready(call, item, entry, times, cache_hit=False)
+            now = self._clock()
+            started = now if entry.is_from_disk else self.queue.batch_started
+            times = (queued_at, started, now)
+            self._ready(call, item, entry, times, cache_hit=entry.is_from_disk)
 
     def _ready(
         self, call: EncodeCall, item: int, entry: Entry, times: Times, *, cache_hit: bool

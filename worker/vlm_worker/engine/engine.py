@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from vlm_worker.engine.attempts import BlockLoan
+from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.events import (
     EncodeEvent,
     EventStream,
@@ -80,8 +81,9 @@ class Engine:
     """Continuous batching over one runner.
 
     All public methods are called on the loop given to `start`, except `stats` and the reads of
-    blocks. `positions` is `Family.positions`. A coroutine raises GoneError if its key has no such
-    request, reservation or embedding here.
+    blocks. `positions` is `Family.positions`. `files` is the disk tier of the encoder cache; the
+    engine starts and closes it. A coroutine raises GoneError if its key has no such request,
+    reservation or embedding here.
 
     Raises:
         ValueError: the settings cannot work with this runner, with the numbers.
@@ -94,13 +96,14 @@ class Engine:
         settings: EngineSettings,
         positions: Positions,
         clock: Callable[[], float] = time.monotonic,
+        files: EmbeddingFiles | None = None,
     ) -> None:
+        self._files = files
         self._runner = runner
         self._settings = settings
         self._clock = clock
-        self._state = State(
-            runner, settings=settings, positions=positions, clock=clock, send=self._send
-        )
+        parts: dict[str, Any] = {"positions": positions, "clock": clock, "files": files}
+        self._state = State(runner, settings=settings, send=self._send, **parts)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._copies: collections.deque[Command] = collections.deque()
         self._state.encode_requests.queue.on_ended = self._wake
@@ -118,6 +121,8 @@ class Engine:
         """Start the thread; events are delivered on `loop`."""
         self._notifier.open(loop)
         self._stopped = loop.create_future()
+        if self._files is not None:
+            self._files.start(self._wake)
         self._thread.start()
 
     async def stop(self) -> None:
@@ -130,6 +135,8 @@ class Engine:
         self._commands.put(Command(self._stop))
         await asyncio.shield(self._stopped)
         self._thread.join()
+        if self._files is not None:
+            await asyncio.to_thread(self._files.close)
         if self._death is not None:
             raise self._death
 
@@ -180,9 +187,25 @@ class Engine:
     async def pin_cached(self, key: RequestKey, image: PreparedImage) -> bool:
         """Pin a cached embedding for a later `encode` of the same key; False if it is not cached.
 
-        `encode` needs no patches of such an image. `encode`, `unpin_cached` or `cancel` end it.
+        An embedding on the disk is read first. `encode` needs no patches of such an image.
+        `encode`, `unpin_cached` or `cancel` end it.
         """
+        if await self._call(lambda state: state.encode_requests.pin_cached(key, image)):
+            return True
+        if self._files is None or not await self._read_whole(key, image):
+            return False
         return await self._call(lambda state: state.encode_requests.pin_cached(key, image))
+
+    async def _read_whole(self, key: RequestKey, image: PreparedImage) -> bool:
+        """Read an image from the disk into memory, pinned for `key`; False if it is not there."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def work(state: State) -> None:
+            answer = functools.partial(state.events.answer, future)
+            state.encode_requests.read_whole(key, image, answer)
+
+        self._post(Command(work, functools.partial(_refuse, future)))
+        return await future
 
     def unpin_cached(self, key: RequestKey) -> None:
         """Unpin what `pin_cached` pinned for this key; idempotent."""
@@ -359,11 +382,7 @@ class Engine:
             if not (num_bytes and future.cancelled()):
                 self._answer(future, work)
 
-        def refuse(error: EngineError) -> None:
-            if not future.done():
-                future.set_exception(error)
-
-        self._post(Command(answer, refuse, num_bytes))
+        self._post(Command(answer, functools.partial(_refuse, future), num_bytes))
         return await future
 
     def _finish(self) -> None:
@@ -471,3 +490,8 @@ class Engine:
     def _wake(self) -> None:
         """Start a turn soon. Called by any thread."""
         self._commands.put(Command(lambda _: None))
+
+
+def _refuse(future: asyncio.Future[Any], error: EngineError) -> None:
+    if not future.done():
+        future.set_exception(error)

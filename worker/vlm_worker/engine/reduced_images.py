@@ -1,7 +1,7 @@
 """Embeddings of reduced images: from the whole image, cached or encoded first.
 
     kept entry  <── reduce ── whole entry, cached              no encoder call
-                <── reduce ── whole entry, in the EncoderQueue (pinned until then)
+                <── reduce ── whole entry, from the disk or the encoder (pinned until then)
 
 Both entries stay in the encoder cache. The whole one serves every other reduction of the image.
 """
@@ -9,11 +9,12 @@ Both entries stay in the encoder cache. The whole one serves every other reducti
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
 from vlm_worker.engine.attempts import EngineContext
+from vlm_worker.engine.embedding_reads import EmbeddingReads
 from vlm_worker.engine.encoder_batches import EncoderQueue
 from vlm_worker.engine.runner import EmbeddingCopies
 from vlm_worker.errors import CancelledError, EngineError
@@ -29,10 +30,17 @@ class ReducedImages:
         cache: EncoderCache,
         queue: EncoderQueue,
         copies: EmbeddingCopies,
+        reads: EmbeddingReads,
     ) -> None:
         self._context, self._clock = context, context.clock
         self._cache, self._queue, self._copies = cache, queue, copies
+        self._reads = reads
         self._wholes: dict[Entry, Entry] = {}  # kept entry, not filled yet: its whole entry
+
+    @property
+    def num_pins(self) -> int:
+        """Whole entries that are pinned until they are filled, once for each kept entry."""
+        return len(self._wholes)
 
     def from_cache(
         self, image: PreparedImage, owner: Hashable, *, counted: bool = True
@@ -69,9 +77,10 @@ class ReducedImages:
     def encode(
         self, image: PreparedImage, owner: Hashable, key: RequestKey, *, priority: int
     ) -> Entry:
-        """Encode the whole image, or join its encoding; returns the entry to be filled."""
+        """Read or encode the whole image, or join that; returns the entry to be filled."""
         entry = self._begin(image, owner)
-        self._encode_whole(entry, image, key, priority)
+        whole = self._cache.find(image.image_key, num_tokens=image.num_tokens, now=self._clock())
+        self._fill_whole(entry, image, key, priority, may_read=whole is None)
         return entry
 
     def abandon(self, entry: Entry) -> bool:
@@ -88,19 +97,39 @@ class ReducedImages:
             image.kept_key, owner, num_tokens=image.kept_tokens, counted=False
         )  # the lookup of the whole image is counted
 
-    def _encode_whole(
-        self, entry: Entry, image: PreparedImage, key: RequestKey, priority: int
+    def _fill_whole(
+        self,
+        entry: Entry,
+        image: PreparedImage,
+        key: RequestKey,
+        priority: int,
+        *,
+        may_read: bool,
     ) -> None:
+        """Join what fills the whole image, or begin it; without `may_read`, at the encoder."""
         now = self._clock()
+
         whole = self._cache.find(image.image_key, num_tokens=image.num_tokens, now=now)
         if whole is not None and not whole.ready:
             self._cache.lookup(image.image_key, entry, num_tokens=image.num_tokens, now=now)
+            self._reads.join(whole, self._encode(whole, image, key, priority))
         else:
-            whole = self._cache.begin(image.image_key, entry, num_tokens=image.num_tokens)
-            self._queue.push(whole, image, key, priority=priority)
+            whole = self._cache.begin(
+                image.image_key, entry, num_tokens=image.num_tokens, counted=not may_read
+            )
+            encode = self._encode(whole, image, key, priority)
+            if may_read:
+                self._reads.fill(whole, encode)
+            else:
+                encode()
         self._wholes[entry] = whole
         filled = functools.partial(self._on_filled, entry, whole, image, key, priority)
         whole.waiters.append(filled)
+
+    def _encode(
+        self, whole: Entry, image: PreparedImage, key: RequestKey, priority: int
+    ) -> Callable[[], None]:
+        return functools.partial(self._queue.push, whole, image, key, priority=priority)
 
     def _on_filled(
         self,
@@ -124,8 +153,9 @@ class ReducedImages:
         if error is not None:
             self._fail(entry, error)
         elif embedding is None:  # a request for another reduction began the encoding
-            self._encode_whole(entry, image, key, priority)
+            self._fill_whole(entry, image, key, priority, may_read=False)
         else:
+            entry.is_from_disk = whole.is_from_disk
             self._complete(entry, image, embedding)
 
     def _reduce(self, whole: Entry, image: PreparedImage) -> Any:
@@ -147,4 +177,4 @@ class ReducedImages:
     def _unpin(self, whole: Entry, entry: Entry) -> None:
         self._cache.unpin(whole, entry, now=self._clock())
         if not whole.ready and not whole.pins:
-            self._queue.abandon(whole)
+            self._reads.abandon(whole)

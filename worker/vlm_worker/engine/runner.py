@@ -69,6 +69,15 @@ class Runner(Protocol):
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
         """The embedding of rows as bytes. Raises CorruptTransferError on a wrong size."""
 
+    def export_scores(self, embedding: Embedding) -> memoryview:
+        """The scores that reductions of a whole image read, float32 [num_tokens]; empty if none."""
+
+    def with_scores(self, embedding: Embedding, scores: memoryview) -> Embedding:
+        """An imported embedding with the scores of its export; it then reduces as the first did.
+
+        Raises CorruptTransferError if there is not one score per row.
+        """
+
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         """Copy whole blocks into `out` if given, `[len(block_ids), block_bytes]`.
 
@@ -142,6 +151,14 @@ class EmbeddingCopies:
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Any:
         return run_device_copy(
             "copying an embedding in", lambda: self._runner.import_embedding(rows, num_tokens)
+        )
+
+    def export_scores(self, embedding: Any) -> memoryview:
+        return run_device_copy("copying scores out", lambda: self._runner.export_scores(embedding))
+
+    def with_scores(self, embedding: Any, scores: memoryview) -> Any:
+        return run_device_copy(
+            "copying scores in", lambda: self._runner.with_scores(embedding, scores)
         )
 
     def reduce_embedding(self, embedding: Any, image: PreparedImage) -> Any:

@@ -133,11 +133,31 @@ class TierStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EncoderCacheStats:
-    """Statistics of the encoder cache: both tiers together, and each.
+class DiskStats:
+    """The disk tier of the encoder cache; all 0 without one.
 
-    `joins` are lookups that found an embedding that was being encoded. `demotions` and `promotions`
-    are moves from hot to cold, and back.
+    `dropped_writes` are embeddings that were not written, because writes were slower than
+    evictions. `read_errors` are reads after which the image was encoded.
+    """
+
+    entries: int = 0
+    bytes: int = 0
+    capacity_bytes: int = 0
+    hits: int = 0
+    evictions: int = 0
+    expirations: int = 0
+    writes: int = 0
+    dropped_writes: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncoderCacheStats:
+    """Statistics of the encoder cache: both tiers of memory together, each, and the disk.
+
+    `hits` counts all three tiers. `joins` are lookups that found an embedding that was being
+    encoded or read. `demotions` and `promotions` are moves from hot to cold, and back.
     """
 
     entries: int = 0
@@ -151,6 +171,7 @@ class EncoderCacheStats:
     promotions: int = 0
     hot: TierStats = TierStats()
     cold: TierStats = TierStats()
+    disk: DiskStats = DiskStats()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

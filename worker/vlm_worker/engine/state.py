@@ -16,12 +16,14 @@ from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
 from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import EngineContext, Track
+from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, OutputEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, Sequences
 from vlm_worker.engine.settings import (
+    DiskStats,
     EncoderCacheStats,
     EngineSettings,
     EngineStats,
@@ -49,10 +51,11 @@ class State:
         positions: Positions,
         clock: Callable[[], float],
         send: Callable[[Iterator[OutputEvent]], None] | None = None,
+        files: EmbeddingFiles | None = None,
     ) -> None:
         self.context = EngineContext(runner, settings, clock, EventBuffer(send))
         self.events, self.attempts = self.context.events, self.context.attempts
-        self.encode_requests = EncodeRequests(self.context)
+        self.encode_requests = EncodeRequests(self.context, files)
         self.prompt_embeddings = PromptEmbeddings(self.context, self.encode_requests)
         self.sequences = Sequences(self.context, positions, self.prompt_embeddings)
         self.step_loop = StepLoop(self.context, self.sequences, self.prompt_embeddings)
@@ -71,13 +74,14 @@ class State:
         return None
 
     def turn(self) -> bool:
-        """Run one batch of images and one step; False if there is no work."""
+        """Take what was read, run one batch of images and one step; False if there is no work."""
+        is_read = self.encode_requests.reads.turn()
         if len(self.encode_requests.queue):
             self.events.flush()
         encoded = self.encode_requests.queue.turn(
             decoding=self.sequences.batch.decode_rows.size > 0
         )
-        return self.step_loop.turn() or encoded
+        return self.step_loop.turn() or encoded or is_read
 
     def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
         if not self.attempts.has_ended(key):  # an embedding that arrives late is dropped
@@ -131,12 +135,15 @@ class State:
             "rows in use": len(self.sequences.batch),
             "sequences queued": len(self.sequences.scheduler.waiting)
             + len(self.sequences.scheduler.admission.ready),
-            "embedding pins without owner": index.num_pins - self.encode_requests.held.count,
+            "embedding pins without owner": index.num_pins
+            - self.encode_requests.held.count
+            - self.encode_requests.num_whole_pins,
         }
         if self._settings.strict:
             pool.check()
             self.attempts.check()
             self.encode_requests.cache.check()
+            self.encode_requests.reads.check()
         return [f"{name}: {count}" for name, count in held.items() if count]
 
     def snapshot(self) -> EngineStats:
@@ -157,7 +164,7 @@ class State:
             work_admitted_seconds_total=step_loop.admitted_seconds
             + encode_requests.queue.admitted_seconds,
             kv=_kv_stats(sequences.pool, queued_tokens),
-            encoder_cache=_encoder_cache_stats(encode_requests.cache),
+            encoder_cache=_encoder_cache_stats(encode_requests.cache, encode_requests.reads.stats),
             requests=sequences.num_requests,
             kv_request_bytes=sequences.usage.buckets,
             busy=self.context.busy.sums,
@@ -180,7 +187,7 @@ class State:
         )
 
 
-def _encoder_cache_stats(cache: EncoderCache) -> EncoderCacheStats:
+def _encoder_cache_stats(cache: EncoderCache, disk: DiskStats) -> EncoderCacheStats:
     hot, cold = (
         TierStats(
             tier.num_entries, tier.num_bytes, tier.max_bytes, tier.num_hits, tier.num_evictions
@@ -190,7 +197,7 @@ def _encoder_cache_stats(cache: EncoderCache) -> EncoderCacheStats:
     return EncoderCacheStats(
         entries=hot.entries + cold.entries,
         bytes=hot.bytes + cold.bytes,
-        hits=hot.hits + cold.hits,
+        hits=hot.hits + cold.hits + disk.hits,
         joins=cache.num_joins,
         misses=cache.num_misses,
         evictions=cache.num_evictions,
@@ -199,6 +206,7 @@ def _encoder_cache_stats(cache: EncoderCache) -> EncoderCacheStats:
         promotions=cache.num_promotions,
         hot=hot,
         cold=cold,
+        disk=disk,
     )
 
 

@@ -35,7 +35,7 @@ from vlm_worker.model.memory import (
     make_kv_cache,
     work_bytes,
 )
-from vlm_worker.model.reduce import merge, rank
+from vlm_worker.model.reduce import Rankings, merge, rank
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
 from vlm_worker.reduction import Method
 from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage, Stage
@@ -183,6 +183,31 @@ class ModelRunner:
             raise CorruptTransferError(f"an embedding of {num_tokens} tokens is not finite")
         with self.streams.steps():
             return Embedding(values.to(self.device), places=places)
+
+    def export_scores(self, embedding: Embedding) -> memoryview:
+        """The scores of a whole image as bytes, float32 [T]; empty if it has none."""
+        scores = embedding.rankings.scores
+        if scores is None:
+            return memoryview(b"")
+        with self.streams.steps():
+            self._wait_for(embedding)
+            return scores.to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data
+
+    def with_scores(self, embedding: Embedding, scores: memoryview) -> Embedding:
+        """The embedding with the scores of its export; without any, itself.
+
+        Raises:
+            CorruptTransferError: there is not one score per row, or one is not finite.
+        """
+        if not scores.nbytes:
+            return embedding
+        values = torch.from_numpy(np.frombuffer(scores, np.float32).copy())
+        if len(values) != len(embedding.rows) or not is_finite(values):
+            raise CorruptTransferError(
+                f"{len(embedding.rows)} rows need as many finite scores, not {len(values)}"
+            )
+        with self.streams.steps():
+            return dataclasses.replace(embedding, rankings=Rankings(scores=values.to(self.device)))
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         """Copy whole blocks to `out`, or to new memory: flat bytes `[num_ids, block_bytes]`."""

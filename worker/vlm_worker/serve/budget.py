@@ -3,7 +3,7 @@
 Requests may hold --request-memory-bytes, or the sum of these parts:
   uploads      512 MiB
   images       pixels that may wait for the encoder, with their patches
-  embeddings   both cache tiers, and the copies made for peers
+  embeddings   both cache tiers, the copies made for peers, and the buffers of the disk tier
   exposed      memory that peers read, if the transport exposes any
 """
 
@@ -19,6 +19,7 @@ from vlm_worker.core.families import Family
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.core.request_memory import SMALL_SHARE, MemoryBudget, divide
+from vlm_worker.engine.embedding_reads import BUFFER_BYTES
 from vlm_worker.engine.runner import Runner
 from vlm_worker.media.pool import decoders_bytes
 from vlm_worker.model.cgroup import num_cpus
@@ -175,13 +176,14 @@ def image_bytes(family: Family) -> int:
 
 
 def _embedding_bytes(settings: WorkerSettings, device: str) -> int:
-    """Bytes of both cache tiers and of the copies for peers; 0 if only decode is loaded."""
+    """Bytes of both cache tiers and all copies of embeddings; 0 if only decode is loaded."""
     if settings.stages == {Stage.DECODE}:
         return 0
     copies = embedding_copies(settings, device)
-    return settings.encoder_cache.embedding_cache_bytes * (1 + copies) + cold_cache_bytes(
-        settings, device
-    )
+    cache = settings.encoder_cache
+    # what waits to be written, and one file that is read
+    disk = 2 * BUFFER_BYTES if cache.embedding_disk_dir and copies else 0
+    return cache.embedding_cache_bytes * (1 + copies) + cold_cache_bytes(settings, device) + disk
 
 
 def embedding_copies(settings: WorkerSettings, device: str) -> int:

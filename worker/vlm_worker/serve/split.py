@@ -94,6 +94,8 @@ async def _start(settings: ServeSettings, children: list[Child]) -> None:
     share = max(1, len(os.sched_getaffinity(0)) // len(WORKER_ROLES))
     compute = settings.worker.compute
     compute = dataclasses.replace(compute, num_threads=compute.num_threads or share)
+    with_disk = settings.worker.encoder_cache
+    without_disk = dataclasses.replace(with_disk, embedding_disk_dir=None)
     for role in WORKER_ROLES:
         worker = dataclasses.replace(
             settings.worker,
@@ -101,6 +103,7 @@ async def _start(settings: ServeSettings, children: list[Child]) -> None:
             stages=frozenset({Stage(role.value)}),
             bind=LOOPBACK,
             compute=compute,
+            encoder_cache=with_disk if role is Role.ENCODER else without_disk,
             parent=parent,
         )
         children.append(await _spawn(role, worker))

@@ -15,6 +15,7 @@ from typing import Any
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.sources import Sources
+from vlm_worker.engine.embedding_files import Directory, EmbeddingFiles
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaObserver, MediaPool, MediaSettings
@@ -38,7 +39,7 @@ from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.options import values_of
 from vlm_worker.transfer import nixl, shared_memory
 from vlm_worker.transfer.transport import ByteStream, Transport
-from vlm_worker.types import Stage
+from vlm_worker.types import EmbedLayout, Stage
 from vlm_worker.wire.buffers import Copier
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ async def build_components(
     """Engine, context and roles of the loaded stages; the engine already runs."""
     settings = server.settings
     max_model_len = min(settings.max_model_len, loaded.max_positions)
-    engine = _engine(settings, loaded, max_model_len=max_model_len)
+    files = open_embedding_files(settings, loaded.runner.embed_layout, device=loaded.device)
+    engine = _engine(settings, loaded, files, max_model_len=max_model_len)
     server.state.model = loaded.facts
     server.state.device = loaded.device
     if loaded.device == "cpu" and settings.identity.holds_gpus:
@@ -168,7 +170,45 @@ async def build_components(
         )
 
 
-def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> Engine:
+def open_embedding_files(
+    settings: WorkerSettings, layout: EmbedLayout, *, device: str
+) -> EmbeddingFiles | None:
+    """The directory of the encoder cache's disk tier, locked; None without one.
+
+    Raises:
+        ModelConfigError: it cannot be used, with the flag and the fix.
+    """
+    path = settings.encoder_cache.embedding_disk_dir
+    if path is None:
+        return None
+    if Stage.ENCODER not in settings.stages:
+        raise ModelConfigError(
+            f"--embedding-disk-dir={path}: only a worker with the stage encoder stores embeddings: "
+            "remove it, or add encoder to --stages"
+        )
+    # rounded weights, or another device, give other rows of the same layout
+    source = f"{layout.model_revision} weights={settings.compute.weights} device={device}"
+    try:
+        directory = Directory(path)
+        return EmbeddingFiles(directory, dataclasses.replace(layout, model_revision=source))
+    except BlockingIOError as error:
+        raise ModelConfigError(
+            f"--embedding-disk-dir={path}: another process uses it: give each worker its own"
+        ) from error
+    except OSError as error:
+        raise ModelConfigError(
+            f"--embedding-disk-dir={path}: {error.strerror or error}: "
+            "name a directory that this user may read and write"
+        ) from error
+
+
+def _engine(
+    settings: WorkerSettings,
+    loaded: Loaded,
+    files: EmbeddingFiles | None,
+    *,
+    max_model_len: int,
+) -> Engine:
     cold_bytes = cold_cache_bytes(settings, loaded.device)
     largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
     try:
@@ -185,7 +225,7 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
             **values_of(settings.queues),
             **values_of(settings.encoder_cache) | {"embedding_cold_cache_bytes": cold_bytes},
         )
-        return Engine(loaded.runner, settings=bounds, positions=loaded.positions)
+        return Engine(loaded.runner, settings=bounds, positions=loaded.positions, files=files)
     except ValueError as error:
         raise ModelConfigError(
             f"{error} (--max-model-len, --max-batched-tokens, --max-requests, "

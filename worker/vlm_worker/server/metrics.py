@@ -22,7 +22,7 @@ from vlm_worker import metrics
 from vlm_worker.core.measurements import BusyTime, WorkKind
 from vlm_worker.core.process_memory import HOST_MEMORY_METRICS
 from vlm_worker.core.request_memory import MemoryKind
-from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
+from vlm_worker.engine.settings import DiskStats, EncoderCacheStats, EngineStats, KVStats
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.errors import Refusal
 from vlm_worker.media.pool import REFUSALS, MediaTimes
@@ -133,7 +133,16 @@ def _evictions(kv: KVStats | None) -> dict[str, float] | None:
 
 
 def _by_tier(cache: EncoderCacheStats, field: str) -> dict[str, float]:
-    return {"hot": getattr(cache.hot, field), "cold": getattr(cache.cold, field)}
+    """A field of each tier; the disk only if there is one."""
+    tiers = {"hot": getattr(cache.hot, field), "cold": getattr(cache.cold, field)}
+    return tiers | ({"disk": getattr(cache.disk, field)} if cache.disk.capacity_bytes else {})
+
+
+def _disk_failures(disk: DiskStats) -> dict[str, float] | None:
+    if not disk.capacity_bytes:
+        return None
+    counts = {"dropped_write": disk.dropped_writes, "write": disk.write_errors}
+    return {**counts, "read": disk.read_errors}
 
 
 PROCESS_METRICS: Final[tuple[Metric[WorkerState], ...]] = (
@@ -214,6 +223,9 @@ SNAPSHOT_METRICS: Final[tuple[Metric[Snapshot], ...]] = (
     Metric("triptych_encoder_cache_expirations_total", COUNTER,
            "Embeddings unused for their time to live.",
            lambda s: s.engine.encoder_cache.expirations),
+    Metric("triptych_encoder_cache_disk_failures_total", COUNTER,
+           "Embeddings that the disk tier did not store or return.",
+           lambda s: _disk_failures(s.engine.encoder_cache.disk), label="kind"),
     Metric("triptych_invariant_violations_total", COUNTER,
            "Accounting mismatches; nonzero is a bug.", lambda s: s.engine.invariant_violations),
 )  # fmt: skip

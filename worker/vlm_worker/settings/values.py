@@ -251,7 +251,10 @@ class EncoderCacheSettings:
             embeddings that are queued or held for peers; beyond it, a call gets an OverloadedError.
         embedding_cold_cache_bytes: budget of the tier in host memory. None depends on the device: 0
             on a CPU, where the hot tier is host memory too.
-        embedding_ttl_seconds: an embedding that was unused for this time is not served again.
+        embedding_ttl_seconds: an embedding that was unused for this time is not served from memory
+            again.
+        embedding_disk_dir: if set, embeddings that leave memory are written there, and read again.
+            Only a worker with the stage encoder has this tier. No other process uses the directory.
     """
 
     embedding_cache_bytes: int = option(
@@ -266,6 +269,15 @@ class EncoderCacheSettings:
     )
     embedding_ttl_seconds: float = option(
         "--embedding-ttl-seconds", SECONDS, 600.0, "of one that is not used"
+    )
+    embedding_disk_dir: Path | None = option(
+        "--embedding-disk-dir", PATH, None, "of this worker alone, for embeddings that leave memory"
+    )
+    embedding_disk_bytes: int = option(
+        "--embedding-disk-bytes", at_least(1), 8 << 30, "of its files"
+    )
+    embedding_disk_age_seconds: int = option(
+        "--embedding-disk-age-seconds", at_least(1), 86400, "after which a file is deleted"
     )
 
 

@@ -1,0 +1,282 @@
+"""How an entry of the encoder cache is filled: from a file of the disk tier, else by the encoder.
+
+    fill(entry) --on disk--> a read --> complete: all who wait for the entry get it
+                                `-> no file, or a bad one --+
+                --not on disk-------------------------------+--> `encode`: the EncoderQueue
+    an entry that leaves memory --> a write, if the thread keeps up
+
+Without a disk tier (`files` is None), every entry is encoded. One read is in flight at a time, so
+that the results take bounded memory. Only whole images are stored: reductions are computed anew.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+from vlm_worker.core.disk_index import DiskIndex, StoredFile
+from vlm_worker.core.embedding_file import HEAD_BYTES, StoredEmbedding, file_name
+from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
+from vlm_worker.engine.attempts import EngineContext
+from vlm_worker.engine.embedding_files import EmbeddingFiles, Ended, ReadJob, WriteJob
+from vlm_worker.engine.encoder_batches import EncoderQueue
+from vlm_worker.engine.runner import EmbeddingCopies
+from vlm_worker.engine.settings import DiskStats
+from vlm_worker.errors import CancelledError, GoneError, WorkerError
+
+BUFFER_BYTES: Final = 128 << 20
+"""Bytes that may wait to be written: also those of the largest file, and of the current read."""
+
+Encode = Callable[[], None]
+"""Queues the encoding of an entry, for a request that has the image's patches."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Read:
+    """A read that fills `entry`; `counted` if it is the lookup of a request.
+
+    `encode` is called if it fails. Without it, the entry fails.
+    """
+
+    entry: Entry
+    num_bytes: int
+    encode: Encode | None
+    counted: bool
+
+
+class EmbeddingReads:
+    """Fills entries. Engine thread only; `files` has a thread of its own."""
+
+    def __init__(
+        self,
+        context: EngineContext,
+        cache: EncoderCache,
+        queue: EncoderQueue,
+        copies: EmbeddingCopies,
+        files: EmbeddingFiles | None,
+    ) -> None:
+        settings = context.settings
+        self._context, self._cache, self._queue = context, cache, queue
+        self._copies, self._files = copies, files
+        self._index = DiskIndex(
+            max_bytes=settings.embedding_disk_bytes,
+            max_age_seconds=settings.embedding_disk_age_seconds,
+        )
+        self._reads: dict[Entry, Read] = {}
+        self._waiting: collections.deque[Read] = collections.deque()
+        self._current: Read | None = None
+        self._waiting_bytes = 0
+        self._num_written = self._num_dropped = 0
+        self._num_write_errors = self._num_read_errors = 0
+        if files is not None:
+            cache.on_leave = self._store
+            self._delete(self._index.load(files.found, now=files.wall_clock()))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a disk tier."""
+        return self._files is not None
+
+    @property
+    def stats(self) -> DiskStats:
+        index = self._index
+        return DiskStats(
+            entries=len(index),
+            bytes=index.num_bytes if self.is_on else 0,
+            capacity_bytes=index.max_bytes if self.is_on else 0,
+            hits=self._cache.num_disk_hits,
+            evictions=index.num_evictions,
+            expirations=index.num_expirations,
+            writes=self._num_written,
+            dropped_writes=self._num_dropped,
+            write_errors=self._num_write_errors,
+            read_errors=self._num_read_errors,
+        )
+
+    def has(self, image_key: bytes) -> bool:
+        """Whether the disk has the embedding of a whole image."""
+        if self._files is None:
+            return False
+        now = self._files.wall_clock()
+        return self._index.find(file_name(image_key), now=now) is not None
+
+    def is_reading(self, entry: Entry) -> bool:
+        return entry in self._reads
+
+    def fill(self, entry: Entry, encode: Encode | None, *, counted: bool = True) -> None:
+        """Read an entry that began to be filled if the disk has it; else encode it.
+
+        Its owner began it uncounted. With `counted`, this counts the hit or the miss.
+        """
+        file = None
+        if self._files is not None:
+            name, now = file_name(entry.image_key), self._files.wall_clock()
+            file = self._index.find(name, now=now)
+        if file is None:
+            self._encode(entry, encode, counted=counted)
+            return
+        self._index.touch(file.name)
+        read = self._reads[entry] = Read(entry, file.num_bytes, encode, counted)
+        self._waiting.append(read)
+        self._read_next()
+
+    def join(self, entry: Entry, encode: Encode) -> None:
+        """A request with the patches waits for an entry, too: if its read fails, encode it."""
+        read = self._reads.get(entry)
+        if read is not None and read.encode is None:
+            read.encode = encode
+
+    def abandon(self, entry: Entry) -> None:
+        """Stop to fill an entry: no call waits for it."""
+        if entry in self._reads:
+            self._forget(entry)
+            self._fail(entry, CancelledError("no call waits for this image"))
+        else:
+            self._queue.abandon(entry)
+
+    def drain(self, error: WorkerError) -> int:
+        """Fail the entries that wait for a read; returns their number."""
+        entries = list(self._reads)
+        for entry in entries:
+            self._forget(entry)
+            self._fail(entry, error)
+        return len(entries)
+
+    def turn(self) -> bool:
+        """Take the results of the thread, and delete expired files; True if an entry is filled."""
+        if self._files is None:
+            return False
+        num_filled = 0
+        for ended in self._files.take():
+            if isinstance(ended.job, ReadJob):
+                num_filled += self._read_ended(ended)
+            else:
+                self._write_ended(ended.job, ended)
+        self._read_next()
+        self._delete(self._index.expire(now=self._files.wall_clock()))
+        return num_filled > 0
+
+    def check(self) -> None:
+        """Raise AssertionError if the counts disagree. Called while no job is pending."""
+        self._index.check()
+
+    # ---- reads -----------------------------------------------------------------------------------
+
+    def _read_next(self) -> None:
+        if self._current is None and self._waiting and self._files is not None:
+            self._current = read = self._waiting.popleft()
+            entry = read.entry
+            self._files.read(ReadJob(entry.image_key, entry.num_tokens, read.num_bytes))
+
+    def _read_ended(self, ended: Ended) -> bool:
+        """Fill the entry of the current read, or encode it; False if it was abandoned."""
+        read, self._current = self._current, None
+        assert read is not None
+        if ended.stored is None:
+            self._num_read_errors += 1
+            self._delete_bad(read.entry.image_key)
+        if self._reads.pop(read.entry, None) is None:
+            return False
+        if ended.stored is None or not self._complete(read, ended.stored):
+            self._encode(read.entry, read.encode, counted=read.counted)
+        return True
+
+    def _complete(self, read: Read, stored: StoredEmbedding) -> bool:
+        """Fill an entry; False if the device cannot take it, or its values are wrong."""
+        entry = read.entry
+        try:
+            embedding = self._copies.import_embedding(stored.rows, stored.num_tokens)
+            embedding = self._copies.with_scores(embedding, stored.scores)
+        except WorkerError as error:
+            self._context.device_errors.record(error)
+            self._num_read_errors += 1
+            return False
+        self._cache.num_disk_hits += read.counted
+        entry.counts_as_disk = not read.counted
+        entry.is_from_disk = True
+        self._cache.complete(entry, embedding, now=self._context.clock())
+        entry.notify(None)
+        self._queue.on_ready(entry.image_key)
+        return True
+
+    def _encode(self, entry: Entry, encode: Encode | None, *, counted: bool) -> None:
+        self._cache.num_misses += counted
+        if encode is None:
+            self._fail(entry, GoneError("the disk no longer has this embedding"))
+        else:
+            encode()
+
+    def _fail(self, entry: Entry, error: WorkerError) -> None:
+        self._cache.fail(entry)
+        entry.notify(error)
+
+    def _forget(self, entry: Entry) -> None:
+        read = self._reads.pop(entry)
+        if read is not self._current:
+            self._waiting.remove(read)
+
+    # ---- writes ----------------------------------------------------------------------------------
+
+    def _store(self, entry: Entry) -> None:
+        """Write an entry that leaves memory, unless the disk has as much of it.
+
+        The engine thread only copies it from the device, and only if the thread keeps up.
+        """
+        row_bytes = self._context.runner.embed_layout.row_bytes
+        if self._files is None or entry.num_bytes != entry.num_tokens * row_bytes:
+            return  # a reduced image
+        name, now = file_name(entry.image_key), self._files.wall_clock()
+        known = self._index.find(name, now=now)
+        try:
+            scores = entry.scores
+            if entry.tier is Tier.HOT:
+                scores = self._copies.export_scores(entry.buffer)
+            if known is not None and (known.has_scores or not scores.nbytes):
+                self._index.touch(name)
+                return
+            num_bytes = entry.num_bytes + scores.nbytes + HEAD_BYTES  # of the header, the most
+            if self._index.is_writing(name) or self._waiting_bytes + num_bytes > BUFFER_BYTES:
+                self._num_dropped += 1
+                return
+            rows = entry.buffer
+            if entry.tier is Tier.HOT:
+                rows = self._copies.export_embedding(entry.buffer)
+        except WorkerError as error:
+            self._context.device_errors.record(error)
+            self._num_dropped += 1
+            return
+        file = StoredFile(name, num_bytes, now, has_scores=scores.nbytes > 0)
+        victims = self._index.begin_write(file, now=now)
+        if victims is None:
+            self._num_dropped += 1
+            return
+        self._waiting_bytes += num_bytes
+        stored = StoredEmbedding(entry.image_key, entry.num_tokens, rows, scores)
+        self._files.write(WriteJob(tuple(victims), file, stored))
+
+    def _write_ended(self, job: WriteJob, ended: Ended) -> None:
+        if job.file is not None:
+            self._waiting_bytes -= job.file.num_bytes
+            if ended.is_written:
+                self._num_written += 1
+                self._index.complete_write(job.file.name)
+            else:
+                self._index.abort_write(job.file.name)
+        self._num_write_errors += len(ended.remaining) or (
+            job.file is not None and not ended.is_written
+        )
+        for file in ended.remaining:
+            self._index.put_back(file)
+
+    def _delete_bad(self, image_key: bytes) -> None:
+        """Delete a file that could not be read, if it was not replaced meanwhile."""
+        assert self._files is not None
+        name = file_name(image_key)
+        if self._index.find(name, now=self._files.wall_clock()) is not None:
+            self._delete([self._index.remove(name)])
+
+    def _delete(self, files: list[StoredFile]) -> None:
+        if files and self._files is not None:
+            self._files.write(WriteJob(tuple(files)))
