@@ -72,6 +72,33 @@ def test_a_worker_reads_the_kv_settings_of_its_pool(memory: Manifest, shares: Ma
     assert read.kv_visual_percent == shares.get("visualPercent", 100)
 
 
+@pytest.mark.parametrize("stages", ["encoder", "encoder,prefill,decode"])
+def test_a_worker_reads_the_disk_of_its_pool(stages: str):
+    manifest = copy.deepcopy(body())
+    cache = {"disk": {"size": "10Gi", "maxAgeSeconds": 3600}}
+    pools = manifest["spec"]["pools"]
+    if stages == "encoder":
+        pools["encoder"] = {"scaling": {"mode": "Manual", "replicas": 1}, "encoderCache": cache}
+    else:
+        manifest["spec"]["pools"] = {"decode": {**pools["decode"], "encoderCache": cache}}
+    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
+    read = [
+        parse(item["spec"]["template"]["spec"]["containers"][0]["args"], {})
+        for item in found.plan.objects
+        if item["kind"] == "Deployment"
+        and item["metadata"]["labels"][names.LABEL_ROLE] != "gateway"
+    ]
+    disks = {
+        ",".join(sorted(one.stages)): one.encoder_cache
+        for one in read
+        if isinstance(one, WorkerSettings) and one.encoder_cache.embedding_disk_dir is not None
+    }
+    assert set(disks) == {",".join(sorted(stages.split(",")))}
+    (disk,) = disks.values()
+    assert disk.embedding_disk_bytes == 9 << 30
+    assert disk.embedding_disk_age_seconds == 3600
+
+
 def test_the_gateways_configuration_has_the_keys_of_the_contract():
     text = (pathlib.Path(__file__).parents[2] / "docs" / "contract.md").read_text()
     block = text.partition("## gateway.json")[2].partition("```json")[2].partition("```")[0]

@@ -41,6 +41,7 @@ def planned() -> TurnPlan:
     for pool in manifest["spec"]["pools"].values():
         pool.pop("podTemplate", None)
         pool.get("kv", {}).pop("visualPercent", None)
+        pool.pop("encoderCache", None)
     classes = {"gpu-l40s": NodeClassState("gpu-l40s", accelerator="nvidia.com/gpu", accelerators=1)}
     observed = empty()
     observed = type(observed)(**{**vars(observed), "node_classes": classes})

@@ -116,6 +116,8 @@ def changed(manifest: dict[str, Any], row: Row) -> dict[str, Any]:
             target |= (
                 {"replicas": 1, "minReplicas": 1, "maxReplicas": 4} if "scaling" in parents else {}
             )
+        if last == "maxAgeSeconds":  # a disk has a size
+            target.setdefault("size", "10Gi")
         try:
             if parsed(result).spec != parsed(manifest).spec:
                 return result

@@ -85,6 +85,41 @@ class KvCache(Model):
     )
 
 
+class EmbeddingDisk(Model):
+    """A disk for embeddings that leave memory: an emptyDir, which ends with the pod."""
+
+    size: Bytes = field(
+        ...,
+        "Size of the emptyDir, and the request for ephemeral storage. Files take 90 % of it.",
+        example="10Gi",
+    )
+    max_age_seconds: int = field(
+        86400,
+        "Age at which a file is deleted, in seconds since it was written.",
+        example=3600,
+        ge=60,
+        le=2592000,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="disk-size-some",
+            holds="!isQuantity(string(self.size)) || "
+            "!quantity(string(self.size)).isLessThan(quantity('1Gi'))",
+            message="must be at least 1Gi, which is some hundred images: write a size, as 10Gi",
+            at=".size",
+        ),
+    )
+
+
+class EncoderCache(Model):
+    """The cache of embeddings in a pool that encodes."""
+
+    disk: EmbeddingDisk | None = field(
+        None, "Keeps the embeddings that leave memory.", unset="none is kept"
+    )
+
+
 class Drain(Model):
     """The drain of a pool's pods."""
 
@@ -170,6 +205,9 @@ class Pool(Model):
     kv: KvCache | None = field(
         None, "The KV cache; prefill and decode only.", restarts=Restarts.PODS
     )
+    encoder_cache: EncoderCache | None = field(
+        None, "The cache of embeddings; in pools that encode only.", restarts=Restarts.PODS
+    )
     drain: Drain = field(Drain(), "How pods end.", restarts=Restarts.NONE)
     disruption: Disruption = field(
         Disruption(), "Limits for evictions, such as by a node drain.", restarts=Restarts.NONE
@@ -246,6 +284,20 @@ class Pools(Model):
             message="images go to the prefill pool first: "
             "set encodeInline on prefill, or remove the prefill pool",
             at=".decode.encodeInline",
+        ),
+        Rule(
+            name="prefill-encoder-cache",
+            holds="!has(self.prefill) || !has(self.prefill.encoderCache) || !has(self.encoder) || "
+            f"{_encodes('prefill')}",
+            message="this pool encodes no image: set encodeInline, or remove encoderCache",
+            at=".prefill.encoderCache",
+        ),
+        Rule(
+            name="decode-encoder-cache",
+            holds="!has(self.decode.encoderCache) || (!has(self.prefill) && "
+            f"(!has(self.encoder) || {_encodes('decode')}))",
+            message="this pool encodes no image: move encoderCache to the pool that does",
+            at=".decode.encoderCache",
         ),
         Rule(
             name="zero-prefill",

@@ -8,13 +8,15 @@ With `model.cache`, which `s3://` requires, it mounts the claim that a Job fills
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.api import VLMService
+from vlm_operator.api import VLMService, quantity
 from vlm_operator.api.model import ModelSource
 from vlm_operator.api.placement import Placement
 from vlm_operator.api.pod_template import IDENTITY_PATH
+from vlm_operator.api.pool import EncoderCache
 from vlm_operator.names import Role
 from vlm_operator.state import Revision
 from vlm_operator.state.downloads import claim_name
@@ -24,6 +26,8 @@ MODEL_PATH = "/models/model"
 CHECKPOINT = "checkpoint"
 """Directory of the model in a claim of `model.cache`; volumes have directories of their own."""
 CACHE_PATH = "/models/cache"
+DISK_PATH = "/embeddings"
+DISK_PERCENT = 90  # of the emptyDir, for the files
 GRACE_SECONDS = 30  # added to the drain timeout, for the process to exit
 START_SECONDS = 1800  # model.startTimeoutSeconds if unset
 Part = dict[str, Any]
@@ -190,6 +194,37 @@ def identity_mount(service: VLMService, revision: Revision) -> IdentityMount:
         args=(f"--identity-dir={IDENTITY_PATH}",),
         mounts=({"name": name, "mountPath": IDENTITY_PATH, "readOnly": True},),
         volumes=({"name": name, "secret": secret},),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskMount:
+    """The parts of a pod with a disk for embeddings; empty without one."""
+
+    args: tuple[str, ...] = ()
+    mounts: tuple[Part, ...] = ()
+    volumes: tuple[Part, ...] = ()
+    requests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def disk_mount(cache: EncoderCache | None) -> DiskMount:
+    """Mount the disk of the encoder cache: an emptyDir, which outlives containers, not the pod.
+
+    The kubelet evicts a pod whose emptyDir exceeds its limit, so files get less than all of it.
+    """
+    if cache is None or cache.disk is None:
+        return DiskMount()
+    disk, name = cache.disk, "triptych-embeddings"
+    num_bytes = int(quantity.parse(disk.size)) * DISK_PERCENT // 100
+    return DiskMount(
+        args=(
+            f"--embedding-disk-dir={DISK_PATH}",
+            f"--embedding-disk-bytes={num_bytes}",
+            f"--embedding-disk-age-seconds={disk.max_age_seconds}",
+        ),
+        mounts=({"name": name, "mountPath": DISK_PATH},),
+        volumes=({"name": name, "emptyDir": {"sizeLimit": disk.size}},),
+        requests={"ephemeral-storage": disk.size},
     )
 
 

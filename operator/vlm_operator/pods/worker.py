@@ -21,6 +21,7 @@ from vlm_operator.pods.overlay import with_overlay
 from vlm_operator.pods.parts import (
     Part,
     container_security,
+    disk_mount,
     environment,
     identity_mount,
     labels,
@@ -36,6 +37,7 @@ from vlm_operator.state import NodeClassState, Revision
 def worker_template(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> Part:
     role = revision.role
     model, identity = model_mount(service), identity_mount(service, revision)
+    disk = disk_mount(pool.encoder_cache)
     container = {
         "name": "worker",
         "image": pool.image,
@@ -51,12 +53,13 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
             {"name": "http", "containerPort": names.PORT_HTTP, "protocol": "TCP"},
         ],
         **probes(service, _readiness(revision), live={"path": "/healthz", "port": "http"}),
-        "resources": variant.resources.to_dict(),
+        "resources": _resources(variant, disk.requests),
         "securityContext": container_security(),
         "volumeMounts": [
             {"name": "triptych-tmp", "mountPath": "/tmp"},  # noqa: S108
             model.mount,
             *identity.mounts,
+            *disk.mounts,
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -70,7 +73,12 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
     spec |= {
         "readinessGates": [{"conditionType": names.GATE_ACCEPTING}],
         "containers": [with_pull_policy(container, revision)],
-        "volumes": [{"name": "triptych-tmp", "emptyDir": {}}, model.volume, *identity.volumes],
+        "volumes": [
+            {"name": "triptych-tmp", "emptyDir": {}},
+            model.volume,
+            *identity.volumes,
+            *disk.volumes,
+        ],
     }
     template = {"metadata": {"labels": labels(service, revision)}, "spec": spec}
     return with_overlay(template, pool.pod_template, spread=selector(service.name, role))
@@ -92,6 +100,7 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
         f"--dtype={model.dtype.value.lower()}",
         f"--kv-dtype={model.kv_cache_dtype.value.lower()}",
         *_kv_arguments(pool.kv),
+        *disk_mount(pool.encoder_cache).args,
         *_thread_arguments(variant),
         f"--drain-timeout-seconds={settled.drain_seconds}",
         f"--compat={settled.compat}",
@@ -116,6 +125,18 @@ def _thread_arguments(variant: Variant) -> list[str]:
     """
     limit = variant.resources.limits.get("cpu")
     return [] if limit is None else [f"--threads={math.ceil(quantity.parse(limit))}"]
+
+
+def _resources(variant: Variant, requests: Mapping[str, str]) -> Part:
+    """Return the variant's resources with `requests` that it does not set itself.
+
+    A limit alone is also the request.
+    """
+    resources = variant.resources.to_dict()
+    own = {*resources.get("requests", {}), *resources.get("limits", {})}
+    if added := {name: size for name, size in requests.items() if name not in own}:
+        resources["requests"] = {**resources.get("requests", {}), **added}
+    return resources
 
 
 def _kv_arguments(kv: KvCache | None) -> list[str]:

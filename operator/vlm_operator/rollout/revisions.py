@@ -19,7 +19,7 @@ from vlm_operator.api import Pool, Variant, VLMService, resolve, stages
 from vlm_operator.api.enums import IdentityMode
 from vlm_operator.api.gateway import Gateway
 from vlm_operator.api.pod_template import PodTemplate
-from vlm_operator.api.pool import Drain
+from vlm_operator.api.pool import Drain, EncoderCache
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role, digest_of
 from vlm_operator.state import DeploymentState, Resolved, Revision
@@ -224,6 +224,7 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
         "stages": [str(stage) for stage in stages(service.spec.pools, role)],
         "parallelism": pool.parallelism.to_dict(),
         "kv": None if pool.kv is None else _as_stored(pool.kv.to_dict()),
+        **_disk(pool.encoder_cache),
         "engine": _as_stored(pool.engine.to_dict()),
         "pod": _EMPTY_OVERLAY,
         **_pod_template(pool.pod_template),
@@ -237,6 +238,11 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
 def _as_stored(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Rename fields to their names in version 0.1, so that a renamed field changes no digest."""
     return {_STORED_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+def _disk(cache: EncoderCache | None) -> dict[str, Any]:
+    """Return {} without a disk, so that older digests, which lack the key, stay equal."""
+    return {} if cache is None or cache.disk is None else {"encoderDisk": cache.disk.to_dict()}
 
 
 def _pod_template(template: PodTemplate) -> dict[str, Any]:

@@ -133,6 +133,40 @@ def test_a_stage_without_a_pool_is_loaded_by_the_next_role(
         assert f"--stages={expected}" in found[role]["spec"]["containers"][0]["args"]
 
 
+def test_a_disk_for_embeddings_is_an_emptydir_that_the_scheduler_counts():
+    cache = {"encoderCache": {"disk": {"size": "10Gi", "maxAgeSeconds": 3600}}}
+    spec = templates(body(decode=pool() | cache))["decode"]["spec"]
+    (container,) = spec["containers"]
+    assert spec["volumes"][-1] == {
+        "name": "triptych-embeddings",
+        "emptyDir": {"sizeLimit": "10Gi"},
+    }
+    assert container["volumeMounts"][-1] == {
+        "name": "triptych-embeddings",
+        "mountPath": "/embeddings",
+    }
+    assert container["resources"]["requests"]["ephemeral-storage"] == "10Gi"
+    assert [arg for arg in container["args"] if "embedding" in arg] == [
+        "--embedding-disk-dir=/embeddings",
+        f"--embedding-disk-bytes={9 << 30}",
+        "--embedding-disk-age-seconds=3600",
+    ]
+
+
+@pytest.mark.parametrize("key", ["requests", "limits"])
+def test_the_disk_keeps_the_ephemeral_storage_that_the_user_sets(key: str):
+    variant = {"name": "a", "placement": {}, "resources": {key: {"ephemeral-storage": "20Gi"}}}
+    decode = pool() | {"encoderCache": {"disk": {"size": "10Gi"}}, "variants": [variant]}
+    (container,) = templates(body(decode=decode))["decode"]["spec"]["containers"]
+    assert container["resources"][key]["ephemeral-storage"] == "20Gi"
+    assert "10Gi" not in container["resources"].get("requests", {}).values()
+
+
+@pytest.mark.parametrize("cache", [{}, {"encoderCache": {}}])
+def test_without_a_disk_no_pod_has_one(cache: dict[str, Any]):
+    assert templates(body(decode=pool() | cache)) == templates(body(decode=pool()))
+
+
 def test_models_come_from_a_claim_or_into_a_cache():
     claim = templates(body({"model": {"uri": "pvc://weights/qwen/7b"}}, decode=pool()))["decode"]
     assert "--model=/models/model/qwen/7b" in claim["spec"]["containers"][0]["args"]

@@ -200,7 +200,11 @@ def _pools(spec: Spec) -> Spec:
     found = {role: _without("encodeInline")(item) for role, item in spec.items()}
     if "encoder" in found:
         found["encoder"] = _without("kv")(found["encoder"])
-    return found
+    encoding = next(role for role in ("encoder", "prefill", "decode") if role in found)
+    return {
+        role: item if role == encoding else _without("encoderCache")(item)
+        for role, item in found.items()
+    }
 
 
 def _service(spec: Spec) -> Spec:
@@ -234,6 +238,7 @@ def _visual(spec: Spec) -> Spec:
 
 _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Autoscaling": lambda spec: {"fallbackReplicas": {}, **spec},
+    "EmbeddingDisk": lambda spec: {**spec, "size": "2Gi"},
     "EnvSource": _source,
     "EnvVar": lambda spec: _one_of(spec, "value", "valueFrom"),
     "GatewayScaling": lambda spec: {

@@ -401,7 +401,7 @@ async def test_the_files_stay_within_their_bound(tier: Any, tmp_path: Path) -> N
     one: Tier = tier(embedding_disk_bytes=bound)
     for number in range(8):
         await one.encode(prepared_image(number))
-    await one.until(lambda: one.disk.writes == 7)
+        await one.until(lambda number=number: one.disk.writes == number)  # what is written counts
     files = list((tmp_path / "disk").glob("*.embedding"))
     assert len(files) == 3
     assert sum(path.stat().st_size for path in files) <= one.disk.bytes <= bound
