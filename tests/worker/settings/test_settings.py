@@ -50,7 +50,8 @@ CONTRACT_WORKER = [
     "--grpc-port=9000", "--http-port=9001", "--block-size=64", "--dtype=auto", "--kv-dtype=auto",
     "--kv-memory-bytes=1000000", "--kv-reserve-percent=5", "--kv-visual-percent=50",
     "--max-model-len=4096",
-    "--drain-timeout-seconds=600", "--compat=c0ffee",
+    "--drain-timeout-seconds=600", "--compat=c0ffee", "--embedding-disk-dir=/embeddings",
+    "--embedding-disk-bytes=1000000", "--embedding-disk-age-seconds=3600",
 ]  # fmt: skip
 CONTRACT_GATEWAY = [
     "--model=/models/model", "--served-name=demo", "--bind=10.0.0.8", "--http-port=8000",
