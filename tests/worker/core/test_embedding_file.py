@@ -60,6 +60,23 @@ def test_every_truncated_or_longer_file_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 4000,
+        b"[1]",
+        b"\xff",
+        b"{}",
+        b'{"version": 1, "rows_bytes": Infinity, "scores_bytes": 0}',
+        b'{"version": 1, "rows_bytes": null, "scores_bytes": 0}',
+    ],
+)
+def test_a_header_of_anything_else_is_an_error(header: bytes) -> None:
+    data = b"triptych" + len(header).to_bytes(4, "little") + header
+    with pytest.raises(BadFileError):
+        read_header(data)
+
+
+@pytest.mark.parametrize(
     ("key", "num_tokens", "layout"),
     [
         (b"x" * 32, 3, LAYOUT),

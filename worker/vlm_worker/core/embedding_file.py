@@ -108,7 +108,7 @@ def read_header(data: bytes | memoryview) -> Header:
             num_bytes=start + rows_bytes + scores_bytes,
             payload_start=start,
         )
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise BadFileError(f"its header cannot be read: {error!r}") from error
 
 

@@ -250,7 +250,7 @@ class EmbeddingFiles:
             stored = unpack(
                 memoryview(data), self.layout, image_key=job.image_key, num_tokens=job.num_tokens
             )
-        except (OSError, MemoryError, BadFileError) as error:
+        except Exception as error:  # noqa: BLE001  a thread that dies would leave requests waiting
             logger.warning(
                 "an embedding cannot be read from the disk: its image is encoded",
                 extra={"file": name, "error": str(error)},
@@ -270,7 +270,7 @@ class EmbeddingFiles:
             return Ended(job, remaining=tuple(remaining))
         try:
             self._directory.write(job.file.name, pack(job.stored, self.layout))
-        except (OSError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001  as above
             _log_write(job.file.name, error)
             return Ended(job)
         return Ended(job, is_written=True)
