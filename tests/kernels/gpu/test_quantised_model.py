@@ -49,6 +49,29 @@ def test_the_layers_that_a_family_names_are_rounded(
             assert 0 < far <= before[name].weight.abs().max() / (254 if num_int8 else 14) * 1.001
 
 
+def test_each_part_has_its_own_type(tmp_path: Path, device: torch.device) -> None:
+    model_dir = make_checkpoint(tmp_path / "model", "qwen2_5_vl")
+    found = load_model(
+        model_dir, tuple(Stage), dtype="float32", device=str(device), packed_weights=False,
+        weights="encoder=int8,layers=int4",
+    )  # fmt: skip
+    model, packing = found.model, found.packing
+    kinds: dict[str, set[str]] = {"encoder": set(), "merger": set(), "layers": set()}
+    for name, module in model.model.named_modules():
+        tower = "merger" if name.startswith("visual.merger") else "encoder"
+        part = tower if name.startswith("visual") else "layers"
+        if isinstance(module, QuantisedLinear):
+            # of inputs that no group divides, int4 keeps eight bits
+            fits = module.in_features % 32 == 0
+            kinds[part].add("int4" if module.weights.is_int4 or not fits else "int8")
+        elif isinstance(module, nn.Linear):
+            kinds[part].add("exact")
+    assert kinds == {"encoder": {"int8"}, "merger": {"exact"}, "layers": {"int4"}}
+    assert isinstance(model.lm_head, nn.Linear)
+    rounded = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    assert packing.num_layers == len(rounded)
+
+
 def test_inputs_that_no_group_divides_stay_at_eight_bits(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(48, 8, device=device), nn.Linear(64, 8, device=device))
     packing = quantise_linears(model, [model], weights="int4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from worker.checkpoints import make_checkpoint
 from worker.identity.questions import SHAPES, Question, questions
 from worker.identity.stepper import Stepper
 
+from vlm_kernels.packed_linear import has_kernel
+from vlm_kernels.packed_weights import PackedWeights
 from vlm_worker.core.families import FAMILIES
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model import linear
@@ -28,9 +32,11 @@ from vlm_worker.model.linear import (
 )
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.runner import ModelRunner
+from vlm_worker.model.vision import Embedding
 from vlm_worker.serve.loading import load
 from vlm_worker.settings import WorkerSettings, parse
-from vlm_worker.types import Stage
+from vlm_worker.types import PreparedImage, Stage
+from vlm_worker.weights import PARTS
 
 ANSWER = list(range(10, 18))
 
@@ -160,6 +166,141 @@ def test_the_logits_stay_near_those_of_bfloat16() -> None:
     exact, rounded = (np.concatenate(_logits(_runner(w), asked)) for w in ("auto", "int8"))
     assert np.abs(rounded - exact).max() > 0, "int8 took effect"
     assert np.sqrt(((rounded - exact) ** 2).mean()) < 0.15 * exact.std()
+
+
+ALL_PARTS = "encoder=int8,merger=int8,layers=int8,head=int8"
+
+
+def test_all_parts_in_int8_answer_as_int8_does_to_the_bit() -> None:
+    asked = [question for question in questions() if len(question.prepared_images) == 1][:2]
+    whole, parts = _runner("int8"), _runner(ALL_PARTS)
+    assert parts.weights_bytes == whole.weights_bytes
+    for want, got in zip(_logits(whole, asked), _logits(parts, asked), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_all_parts_in_auto_answer_as_auto_does_to_the_bit() -> None:
+    asked = [question for question in questions() if len(question.prepared_images) == 1][:2]
+    off, parts = _runner("auto"), _runner("merger=auto,encoder=auto,layers=auto,head=auto")
+    assert parts.weights_bytes == off.weights_bytes
+    for want, got in zip(_logits(off, asked), _logits(parts, asked), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("family_name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_alone_changes_its_own_weights_only(
+    part: str, family_name: str, tmp_path: Path
+) -> None:
+    model_dir = make_checkpoint(tmp_path / "model", family_name)
+    off = load_model(model_dir, tuple(Stage), dtype="bfloat16").model
+    one = load_model(model_dir, tuple(Stage), dtype="bfloat16", weights=f"{part}=int8").model
+    every = load_model(model_dir, tuple(Stage), dtype="bfloat16", weights="int8").model
+    was, got, want = (_weights_by_name(model) for model in (off, one, every))
+    assert got.keys() == want.keys()
+    inside = {name for name in want if _part_of(name) == part and name in _rounded(every)}
+    assert inside
+    assert _rounded(one) == inside
+    for name, weight in got.items():
+        if name in inside:
+            assert torch.equal(weight, want[name]), name
+        elif name in was:  # a CPU without products of bfloat16 packs only what is in int8
+            assert torch.equal(weight, was[name]), name
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes"),
+    [("encoder=int8", True), ("merger=int8", True), ("layers=int8,head=int8", False)],
+)
+def test_embeddings_change_only_with_the_encoders_parts(weights: str, changes: bool) -> None:
+    images = questions()[0].prepared_images or questions()[1].prepared_images
+    want, got = (_rows(_runner(one), images) for one in ("auto", weights))
+    assert torch.equal(want, got) != changes
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights"),
+    [(Stage.DECODE, "encoder=int8,merger=int8"), (Stage.ENCODER, "layers=int8,head=int8")],
+)
+def test_a_role_ignores_the_types_of_parts_that_it_does_not_load(
+    stage: Stage, weights: str
+) -> None:
+    off = load_model(SHAPES, (stage,), dtype="bfloat16")
+    loaded = load_model(SHAPES, (stage,), dtype="bfloat16", weights=weights)
+    assert loaded.packing.num_int8_layers == 0
+    assert loaded.weights_bytes == off.weights_bytes
+
+
+@pytest.mark.parametrize("stage", [Stage.ENCODER, Stage.DECODE])
+@pytest.mark.parametrize("weights", ["auto", "encoder=int8", "merger=int8,layers=int8", "int8"])
+def test_the_bytes_that_a_role_tells_are_those_that_it_holds(stage: Stage, weights: str) -> None:
+    if not has_kernel() and weights != "int8":
+        pytest.skip("oneDNN's layout is opaque")
+    loaded = load_model(SHAPES, (stage,), dtype="bfloat16", weights=weights)
+    held = sum(parameter.nbytes for parameter in set(loaded.model.parameters()))
+    held += sum(packed.panels.nbytes for packed in _packed(loaded.model).values())
+    told = loaded.weights_bytes + loaded.packing.copied_bytes
+    assert held == pytest.approx(told, rel=0.002)  # panels are padded to 32 outputs
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ("merger=int8", "this family rounds layers alone; remove merger=int8"),
+        ("layers=int8,head=int8", "this family rounds layers alone; remove head=int8"),
+    ],
+)
+def test_a_part_that_the_family_does_not_round_is_refused(
+    weights: str, told: str, tmp_path: Path
+) -> None:
+    model_dir = make_checkpoint(tmp_path / "model", "llava")
+    with pytest.raises(ModelConfigError, match=f"--weights={weights}: {told}"):
+        load_model(model_dir, (Stage.DECODE,), dtype="bfloat16", weights=weights)
+
+
+def test_int4_of_a_part_needs_a_gpu() -> None:
+    with pytest.raises(
+        ModelConfigError, match=r"--weights=layers=int4 needs a GPU, .* because of int4"
+    ):
+        load_model(SHAPES, (Stage.DECODE,), dtype="bfloat16", device="cpu", weights="layers=int4")
+
+
+def test_a_head_that_cannot_be_rounded_is_refused_if_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "MAX_COPY_SHARE", 0.0)
+    load_model(SHAPES, (Stage.DECODE,), dtype="bfloat16", weights="int8")
+    load_model(SHAPES, (Stage.ENCODER,), dtype="bfloat16", weights="head=int8")
+    with pytest.raises(ModelConfigError, match=r"shares its weights .* remove head="):
+        load_model(SHAPES, (Stage.DECODE,), dtype="bfloat16", weights="head=int8")
+
+
+def _packed(model: nn.Module) -> dict[str, PackedWeights]:
+    """What the linear layers of a model hold, by name."""
+    modules = model.named_modules()
+    found = {name: getattr(module, "packed", None) for name, module in modules}
+    return {name: packed for name, packed in found.items() if packed is not None}
+
+
+def _weights_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    packed = {name: one.panels for name, one in _packed(model).items()}
+    return {**dict(model.named_parameters()), **packed}
+
+
+def _rounded(model: nn.Module) -> set[str]:
+    return {name for name, packed in _packed(model).items() if packed.is_int8}
+
+
+def _part_of(name: str) -> str:
+    if name.startswith("model.visual."):
+        return "merger" if name.startswith("model.visual.merger.") else "encoder"
+    return "head" if name.startswith("lm_head") else "layers"
+
+
+def _rows(runner: ModelRunner, images: Sequence[PreparedImage]) -> torch.Tensor:
+    rows = [one.rows for one in runner.encode(images) if isinstance(one, Embedding)]
+    assert len(rows) == len(images) > 0
+    return torch.cat(rows)
 
 
 def _is_int8(part: Any) -> bool:

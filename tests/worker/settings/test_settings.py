@@ -40,8 +40,10 @@ from vlm_worker.settings.values import (
     MAX_IMAGES,
     SCALED_TIMERS,
     STAGE_LIST,
+    WEIGHTS,
 )
 from vlm_worker.types import Role, Stage
+from vlm_worker.weights import PARTS, TYPES, canonical, rounded_types
 
 T = TypeVar("T")
 
@@ -121,6 +123,17 @@ WRONG = {
     "two kv memories": (["decode", *CONTRACT_WORKER, "--kv-memory-percent=5"], "not allowed with"),
     "a percentage too high": (["decode", *CONTRACT_WORKER, "--kv-reserve-percent=99"], "0 to 95"),
     "a share too high": (["decode", *CONTRACT_WORKER, "--kv-visual-percent=101"], "0 to 100"),
+    "an unknown type of weights": (["decode", *CONTRACT_WORKER, "--weights=int3"], "int8 or int4"),
+    "an unknown part": (
+        ["decode", *CONTRACT_WORKER, "--weights=tower=int8"], "one of encoder, merger, layers, head"
+    ),
+    "an unknown type of a part": (
+        ["decode", *CONTRACT_WORKER, "--weights=head=fp8"], "'head=fp8': the type must be one of"
+    ),
+    "a part without type": (["decode", *CONTRACT_WORKER, "--weights=head=int8,int8"], "'int8'"),
+    "a part twice": (
+        ["decode", *CONTRACT_WORKER, "--weights=head=int8,head=auto"], "head is given twice"
+    ),
     "an unknown delay": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=nap=3"], "kv_transfer"),
     "a delay too long": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=media=99999"], "60000"),
     "a hub model without revision": (HF, "--model-revision"),
@@ -148,6 +161,19 @@ def test_a_wrong_command_line_ends_with_2_and_says_what_to_write(
     assert told in capsys.readouterr().err
 
 
+TYPES_BY_PART = st.sampled_from(TYPES) | st.dictionaries(
+    st.sampled_from(PARTS), st.sampled_from(TYPES), min_size=1
+).map(lambda types: ",".join(f"{part}={kind}" for part, kind in types.items()))
+
+
+@given(TYPES_BY_PART)
+def test_types_of_weights_have_one_way_to_be_written(text: str) -> None:
+    written = canonical(text)
+    assert canonical(written) == written
+    assert rounded_types(written, PARTS) == rounded_types(text, PARTS)
+    assert (written == "auto") == (rounded_types(text, PARTS) == {})
+
+
 def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
     """Every value that a flag of this kind may set."""
     if kind.choices:
@@ -167,6 +193,7 @@ def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
             st.sampled_from(DELAYS), st.integers(0, 60_000).map(lambda ms: ms / 1000)
         ),
         IMAGES: st.integers(0, MAX_IMAGES),
+        WEIGHTS: TYPES_BY_PART.map(canonical),
     }
     return known.get(kind, st.integers(1 << 28, 1 << 40))
 

@@ -35,10 +35,11 @@ from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
-from vlm_worker.model.gpu.layers import quantise_linears, use_gpu_kernels
+from vlm_worker.model.gpu.layers import use_gpu_kernels
 from vlm_worker.model.layers import DecoderLayer, gated_mlp, mlp_of, norm_of
-from vlm_worker.model.linear import Packing, can_pack, pack_linears
+from vlm_worker.model.linear import Packing
 from vlm_worker.model.memory import DTYPES
+from vlm_worker.model.rounding import pack
 from vlm_worker.model.vision_blocks import VisionBlock, join_vision_blocks, use_patch_projection
 from vlm_worker.types import Stage
 
@@ -115,7 +116,8 @@ def load_model(
         dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit (`linear`).
-        weights: `int8`, and on a GPU `int4`, rounds the linear layers in `FamilySpec.int8`.
+        weights: `int8`, and on a GPU `int4`, rounds the linear layers in `FamilySpec.int8`; or
+            types by part (`vlm_worker.weights`).
         progress: called for each tensor or layer.
 
     Raises:
@@ -141,7 +143,8 @@ def load_model(
     if gpu.serves(target):
         use_gpu_kernels(model)
     weights_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
-    packing = _pack(model, spec, progress, packed_weights=packed_weights, weights=weights)
+    report = functools.partial(progress, "packing weights")
+    packing = pack(model, spec, report, packed_weights=packed_weights, weights=weights)
     join_vision_blocks(model)
     loaded = LoadedModel(
         model=model,
@@ -220,44 +223,6 @@ def _moved(model: Any, target: torch.device, progress: StartProgress) -> Any:
                 done += sum(parameter.nbytes for parameter in waiting)
                 progress(f"moving weights to {target.type}", done, total)
     return model.to(target)
-
-
-def _pack(
-    model: Any, spec: FamilySpec, progress: StartProgress, *, packed_weights: bool, weights: str
-) -> Packing:
-    """Pack the linear layers for this CPU, and round them if `weights` asks for it."""
-    report = functools.partial(progress, "packing weights")
-    parameter = next(model.parameters())
-    dtype, device = parameter.dtype, parameter.device
-    if weights != "auto" and gpu.serves(device):
-        return quantise_linears(model, _rounded_parts(model, spec), weights=weights)
-    if weights == "int4":
-        raise ModelConfigError(
-            f"--weights=int4 needs a GPU, triton and a C compiler; this is {device.type}"
-        )
-    if weights == "int8":
-        if dtype != torch.bfloat16 or device.type != "cpu" or not packed_weights:
-            raise ModelConfigError(
-                "--weights=int8 needs --dtype=bfloat16 and --packed-weights=auto on a CPU, triton "
-                f"and a C compiler on a GPU; this is {device.type}, "
-                f"{str(dtype).removeprefix('torch.')} and {'auto' if packed_weights else 'off'}"
-            )
-        return pack_linears(model, int8=_rounded_parts(model, spec), progress=report)
-    if packed_weights and can_pack(dtype, device):
-        return pack_linears(model, progress=report)
-    return Packing()
-
-
-def _rounded_parts(model: Any, spec: FamilySpec) -> list[nn.Module]:
-    """The loaded parts that `FamilySpec.int8` names."""
-    parts: list[nn.Module] = []
-    if "encoder" in spec.int8:
-        parts += [getattr(model.model, name) for name in spec.encoder_children]
-    if "layers" in spec.int8:
-        parts += [getattr(model.model, name) for name in spec.lm_children]
-    if "head" in spec.int8:
-        parts.append(getattr(model, spec.head))
-    return parts
 
 
 @contextlib.contextmanager

@@ -47,7 +47,8 @@ class CallOutcome(enum.StrEnum):
 class ModelFacts:
     """The `model` part of `/stats`, known once the model is loaded; 0 if not applicable.
 
-    `weights` is the type of most linear layers: `int8`, or the type of the computation.
+    `weights` is the type of most linear layers: `int8`, or the type of the computation; or the
+    types by part (`vlm_worker.weights`).
     """
 
     kv_bytes_per_token: int

@@ -28,6 +28,7 @@ from vlm_worker.settings.options import (
 )
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import STAGES, Role, Stage
+from vlm_worker.weights import canonical
 
 HF_PREFIX: Final = "hf://"
 S3_PREFIX: Final = "s3://"
@@ -72,12 +73,22 @@ def _delay(text: str) -> tuple[str, float]:
 
 
 _SCALE: Final = number(float, 0.01, 1.0, "a factor from 0.01 to 1")
+
+
+def _weights(text: str) -> str:
+    try:
+        return canonical(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 SCALED_TIMERS: Final = Kind(
     lambda text: PRODUCTION.scaled(_SCALE.read(text)), lambda timers: repr(timers.scale)
 )
 STAGE_LIST: Final = Kind(_stages, lambda stages: ",".join(sorted(stage.value for stage in stages)))
 IMAGES: Final = number(int, 0, MAX_IMAGES, f"a whole number, 0 to {MAX_IMAGES}")
 ADDRESSES: Final = Kind(_address, collect=tuple)
+WEIGHTS: Final = Kind(_weights)
 DELAY_BY_STAGE: Final = Kind(
     _delay, lambda item: f"{item[0]}={round(1000 * item[1])}", collect=dict
 )
@@ -291,7 +302,7 @@ class ComputeSettings:
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
-            `FamilySpec.int8`.
+            `FamilySpec.int8`; or types by part (`vlm_worker.weights`).
         compile: on a GPU, compile at start the layers that torch computes.
         kv_memory_bytes: size of the KV cache. With neither size, the runner chooses.
         kv_memory_percent: its size as a share of the memory left after loading.
@@ -310,10 +321,12 @@ class ComputeSettings:
     )
     weights: str = option(
         "--weights",
-        one_of(("auto", "int8", "int4")),
+        WEIGHTS,
         "auto",
-        "linear layers rounded: faster, less exact; int8 on a CPU also what they multiply, "
-        "int4 on a GPU alone",
+        "auto, int8 or int4, or by part: encoder=int8,merger=auto,layers=int8,head=auto. Linear "
+        "layers rounded: faster, less exact; int8 on a CPU also what they multiply, int4 on a GPU "
+        "alone",
+        metavar="TYPES",
     )
     compile: bool = option(
         "--compile",

@@ -21,6 +21,7 @@ from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.reduction import Reduction, num_kept
 from vlm_worker.types import ImageItem
+from vlm_worker.weights import Part
 
 LOW_DETAIL_PIXELS = 512 * 512
 
@@ -28,7 +29,6 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 Detail = Literal["auto", "low", "high", "original"]
-Int8Part = Literal["encoder", "layers", "head"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ class FamilySpec:
         model_class: its class that contains the vision tower and the language model.
         encoder_children: children of `model.model` that only the stage `encoder` needs.
         lm_children: children of `model.model` that only the stages `prefill` and `decode` need.
+        merger: path below `model.model`, of an encoder child or a module in one.
         head: name of the language model's head, a child of the model itself.
-        int8: parts whose linear layers `--weights=int8` rounds; the others lose more accuracy.
+        int8: parts whose linear layers `--weights` may round; the others lose more accuracy.
         positions: `mrope` has three rows of positions, `rope` one.
         bidirectional_spans: whether the tokens of one image attend to each other both ways.
         image_processors: supported values of `image_processor_type`.
@@ -61,8 +62,9 @@ class FamilySpec:
     model_class: str
     encoder_children: tuple[str, ...]
     lm_children: tuple[str, ...]
+    merger: str
     head: str
-    int8: frozenset[Int8Part]
+    int8: frozenset[Part]
     positions: Literal["rope", "mrope"]
     bidirectional_spans: bool
     image_processors: tuple[str, ...]

@@ -97,6 +97,7 @@ SPEC = FamilySpec(
     model_class="Gemma3ForConditionalGeneration",
     encoder_children=("vision_tower", "multi_modal_projector"),
     lm_children=("language_model",),
+    merger="multi_modal_projector",
     head="lm_head",
     int8=frozenset({"layers"}),
     positions="rope",

@@ -222,7 +222,13 @@ class QuantisedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
-def quantise_linears(model: nn.Module, parts: Collection[nn.Module], *, weights: str) -> Packing:
+def quantise_linears(
+    model: nn.Module,
+    parts: Collection[nn.Module],
+    *,
+    weights: str,
+    packing: Packing = Packing(backend="triton"),  # noqa: B008  frozen
+) -> Packing:
     """Round the linear layers of some parts of a model, on their device.
 
     Args:
@@ -230,10 +236,10 @@ def quantise_linears(model: nn.Module, parts: Collection[nn.Module], *, weights:
         parts: their linear layers are rounded.
         weights: `int8`, with a scale per output; or `int4`, with a scale per 128 or 32 inputs. If
             neither divides the inputs of a layer, that layer gets int8.
+        packing: of the parts that are rounded already.
     """
     rounded = {id(module) for part in parts for module in part.modules()}
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    packing = Packing(backend="triton")
     for parent, name, child in modules_in(model):
         if type(child) is not nn.Linear or id(child) not in rounded:
             continue

@@ -1,0 +1,110 @@
+"""Rounds and packs the linear layers of the parts that `--weights` names.
+
+    encoder   the children of the encoder ─┐
+    merger      └─ one module in them      │  each part of one type: the model's, int8 or int4
+    layers    the language model           │
+    head      its head ────────────────────┘
+
+A head that shares its weights with a large embedding table stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlm_kernels import gpu
+from vlm_worker.core.families import FamilySpec
+from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.model.gpu.layers import quantise_linears
+from vlm_worker.model.linear import Packing, can_pack, pack_linears
+from vlm_worker.weights import Part, names_parts, rounded_types
+
+
+def pack(
+    model: Any,
+    spec: FamilySpec,
+    report: Callable[[int, int], None],
+    *,
+    packed_weights: bool,
+    weights: str,
+) -> Packing:
+    """Pack the linear layers for this CPU, and round the parts that `weights` names.
+
+    Args:
+        model: on its device. Parts that are not loaded have no parameters.
+        spec: of the model's family.
+        report: called with the bytes of the weights that were read, and of all.
+        packed_weights: as of `load_model`.
+        weights: as of `load_model`.
+
+    Raises:
+        ModelConfigError: the family, the device or the type of the model does not allow it.
+    """
+    parameter = next(model.parameters())
+    dtype, device = parameter.dtype, parameter.device
+    try:
+        types = rounded_types(weights, spec.int8)
+    except ValueError as error:
+        raise ModelConfigError(f"--weights={weights}: {error}") from None
+    if types and gpu.serves(device):
+        packing = Packing(backend="triton")
+        for kind in sorted(set(types.values())):
+            parts = _rounded_parts(model, spec, types, kind)
+            packing = quantise_linears(model, parts, weights=kind, packing=packing)
+        return _with_head(packing, model, spec, weights)
+    if "int4" in types.values():
+        raise ModelConfigError(
+            f"--weights={weights} needs a GPU, triton and a C compiler, because of int4; this is "
+            f"{device.type}"
+        )
+    if types:
+        if dtype != torch.bfloat16 or device.type != "cpu" or not packed_weights:
+            raise ModelConfigError(
+                f"--weights={weights} needs --dtype=bfloat16 and --packed-weights=auto on a CPU, "
+                f"triton and a C compiler on a GPU; this is {device.type}, "
+                f"{str(dtype).removeprefix('torch.')} and {'auto' if packed_weights else 'off'}"
+            )
+        int8 = _rounded_parts(model, spec, types, "int8")
+        packing = pack_linears(model, int8=int8, progress=report)
+        return _with_head(packing, model, spec, weights)
+    if packed_weights and can_pack(dtype, device):
+        return pack_linears(model, progress=report)
+    return Packing()
+
+
+def _rounded_parts(
+    model: Any, spec: FamilySpec, types: Mapping[Part, str], kind: str
+) -> list[nn.Module]:
+    """The loaded modules of the parts that have the type `kind`."""
+    children = [getattr(model.model, name) for name in spec.encoder_children]
+    is_loaded = next(children[0].parameters(), None) is not None
+    merger = [model.model.get_submodule(spec.merger)] if is_loaded else []
+    modules: dict[Part, list[nn.Module]] = {
+        "encoder": _without(children, merger),
+        "merger": merger,
+        "layers": [getattr(model.model, name) for name in spec.lm_children],
+        "head": [getattr(model, spec.head)],
+    }
+    return [module for part in types if types[part] == kind for module in modules[part]]
+
+
+def _without(parents: Sequence[nn.Module], excluded: Sequence[nn.Module]) -> list[nn.Module]:
+    """The descendants of `parents`, and they themselves, that contain nothing of `excluded`."""
+    inner = {id(module) for one in excluded for module in one.modules()}
+    modules = [module for parent in parents for module in parent.modules()]
+    return [one for one in modules if inner.isdisjoint(map(id, one.modules()))]
+
+
+def _with_head(packing: Packing, model: Any, spec: FamilySpec, weights: str) -> Packing:
+    """Return `packing`; raise ModelConfigError if a head that `weights` names is not rounded."""
+    named = names_parts(weights) and "head" in rounded_types(weights, spec.int8)
+    if named and type(getattr(model, spec.head)) is nn.Linear:
+        raise ModelConfigError(
+            f"--weights={weights}: the head shares its weights with the embedding table, whose "
+            "rows are not rounded; remove head="
+        )
+    return packing
