@@ -19,6 +19,7 @@ from vlm_operator.reconcile.decisions import Options, plan_turn
 from vlm_worker.gateway.config import Config
 from vlm_worker.gateway.visual import TenantVisual, Tier, VisualLimits, problem_of
 from vlm_worker.settings import GatewaySettings, WorkerSettings, parse
+from vlm_worker.weights import canonical
 
 
 @given(specs())
@@ -46,6 +47,43 @@ def test_workers_accept_every_command_line(manifest: Manifest):
         else:
             assert isinstance(read, WorkerSettings)
             assert read.role.value == labels[names.LABEL_ROLE]
+
+
+def worker_arguments(manifest: Manifest) -> dict[str, list[str]]:
+    """The command line of each role."""
+    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
+    return {
+        item["metadata"]["labels"][names.LABEL_ROLE]: item["spec"]["template"]["spec"][
+            "containers"
+        ][0]["args"]
+        for item in found.plan.objects
+        if item["kind"] == "Deployment"
+    }
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["encoder", "merger", "layers", "head"]),
+        st.sampled_from(["Auto", "Int8", "Int4"]),
+    )
+)
+def test_all_workers_read_the_weights_of_the_model(weights: dict[str, str]):
+    manifest = copy.deepcopy(body())
+    off = worker_arguments(manifest)
+    manifest["spec"]["model"]["weights"] = weights
+    found = worker_arguments(manifest)
+    if set(weights.values()) <= {"Auto"}:
+        assert found == off, "the same pods of the same compatibility set"
+        return
+    want = canonical(",".join(f"{part}={kind.lower()}" for part, kind in weights.items()))
+    for role, args in found.items():
+        assert set(off[role]) - set(args) != set(), "another compatibility set"
+        read = parse(args, {"POD_NAME": "p", "POD_UID": "u", "POD_IP": "127.0.0.1"})
+        if role == "gateway":
+            assert f"--weights={want}" not in args
+        else:
+            assert isinstance(read, WorkerSettings)
+            assert read.compute.weights == want
 
 
 @given(

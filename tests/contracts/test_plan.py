@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.checkpoints import make_processor
 
-from vlm_cli.plan import capacity
+from vlm_cli.plan import capacity, facts
 from vlm_cli.plan.facts import ModelFacts
 from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.images import LARGE_SIDE
@@ -26,6 +26,7 @@ from vlm_kernels.quantised_linear import GROUPS, quantise_weights
 from vlm_operator.api import topology
 from vlm_operator.api.pool import Pools, stages
 from vlm_operator.names import Role
+from vlm_worker import weights as weights_of_worker
 from vlm_worker.core.families import FAMILIES, Family, load_family
 from vlm_worker.core.families.family import LOW_DETAIL_PIXELS
 from vlm_worker.engine.settings import MAX_ENCODE_TOKENS
@@ -141,15 +142,63 @@ def rounded_bytes(linear: nn.Linear, weights: str) -> int:
     return found.codes.nbytes + found.scales.nbytes
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+def linears_of(both: Both, part: str) -> set[nn.Module]:
+    spec = both.family.spec
+    merger = set(both.module.model.get_submodule(spec.merger).modules())
+    tower = {m for child in children(both, spec.encoder_children) for m in child.modules()}
+    modules = {
+        "encoder": tower - merger,
+        "merger": merger,
+        "layers": {m for child in children(both, spec.lm_children) for m in child.modules()},
+        "head": set() if both.facts.is_head_tied else {both.module.lm_head},
+    }
+    return {module for module in modules[part] if type(module) is nn.Linear}
+
+
+def test_planner_and_worker_know_the_same_parts_and_types(both: Both):
+    assert (facts.PARTS, facts.WEIGHT_TYPES) == (weights_of_worker.PARTS, weights_of_worker.TYPES)
+    assert both.facts.rounded == both.family.spec.int8
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from((*facts.PARTS, "tower")), st.sampled_from((*facts.WEIGHT_TYPES, "int3"))
+    )
+    .map(lambda types: ",".join(f"{part}={kind}" for part, kind in types.items()))
+    .map(lambda text: text or "int8")
+    | st.text(max_size=12)
+)
+def test_planner_and_worker_understand_the_same_values(text: str):
+    try:
+        canonical = weights_of_worker.canonical(text)
+    except ValueError:
+        with pytest.raises(PlanError):
+            facts.check_weights(text)
+        return
+    facts.check_weights(text)
+    assert {part: facts.type_of(part, text) for part in facts.PARTS} == {
+        part: facts.type_of(part, canonical) for part in facts.PARTS
+    }
+
+
+@pytest.mark.parametrize(
+    "weights",
+    ["int8", "int4", "encoder=int8", "merger=int4", "encoder=int8,layers=int4", "head=int8"],
+)
 def test_rounded_weights_have_the_workers_bytes(both: Both, weights: str):
     spec = both.family.spec
-    parts = []
-    parts += children(both, spec.encoder_children) if "encoder" in spec.int8 else []
-    parts += children(both, spec.lm_children) if "layers" in spec.int8 else []
-    parts += [both.module.lm_head] if "head" in spec.int8 else []
-    linears = {m for part in parts for m in part.modules() if type(m) is nn.Linear}
-    saved = sum(2 * linear.weight.numel() - rounded_bytes(linear, weights) for linear in linears)
+    try:
+        types = weights_of_worker.rounded_types(weights, spec.int8)
+    except ValueError:
+        with pytest.raises(PlanError, match="alone; remove"):
+            both.facts.check_rounded(weights)
+        return
+    both.facts.check_rounded(weights)
+    saved = sum(
+        2 * linear.weight.numel() - rounded_bytes(linear, kind)
+        for part, kind in types.items()
+        for linear in linears_of(both, part)
+    )
     exact = sum(2 * p.numel() for p in set(both.module.parameters()))
     assert capacity.weights_bytes(both.facts, tuple(Role), weights) == exact - saved
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import aiohttp
@@ -83,7 +83,7 @@ def read_service(manifest: Manifest) -> Service:
         replicas=replicas,
         price=price,
         has_int8_kv=spec["model"].get("kvCacheDtype") == "Int8",
-        has_rounded_weights=any(text.startswith("--weights=int") for text in arguments),
+        has_rounded_weights=_rounds_layers(spec["model"], arguments),
         ttft_goal=_seconds(slo, "ttftP95Milliseconds"),
         itl_goal=_seconds(slo, "itlP95Milliseconds"),
     )
@@ -134,3 +134,10 @@ async def _read(session: aiohttp.ClientSession, pod: str, url: str, at: float) -
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(f"/stats of pod {pod} is not valid: {error!r}") from error
+
+
+def _rounds_layers(model: Mapping[str, Any], arguments: Iterable[str]) -> bool:
+    """Whether the layers of the language model, which a step reads, are rounded in some pool."""
+    given = [text.removeprefix("--weights=") for text in arguments if text.startswith("--weights=")]
+    by_argument = any(text.startswith("int") or "layers=int" in text for text in given)
+    return by_argument or (model.get("weights") or {}).get("layers", "Auto") != "Auto"

@@ -87,7 +87,7 @@ def weights_bytes(facts: ModelFacts, stages: Collection[Role], weights: str) -> 
         facts: of the model.
         stages: of the pod. The encoder loads tower and projector; prefill and decode load layers,
             table and head.
-        weights: `auto`, or `int8` or `int4` as the worker's --weights.
+        weights: as the worker's --weights.
     """
     num_bytes = 0
     if Role.ENCODER in stages:
@@ -101,16 +101,14 @@ def weights_bytes(facts: ModelFacts, stages: Collection[Role], weights: str) -> 
 
 def encoder_weights_bytes(facts: ModelFacts, weights: str) -> int:
     """Return the bytes of tower and projector."""
-    rounding = weights if "encoder" in facts.rounded else "auto"
-    parts = (facts.encoder, facts.projector)
-    return sum(_part_bytes(facts, part, rounding) for part in parts)
+    tower = _part_bytes(facts, facts.encoder, facts.rounding("encoder", weights))
+    return tower + _part_bytes(facts, facts.projector, facts.rounding("merger", weights))
 
 
 def step_weights_bytes(facts: ModelFacts, weights: str) -> int:
     """Return the bytes of the weights that every decode step reads: layers and head."""
-    layers = _part_bytes(facts, facts.layers, weights if "layers" in facts.rounded else "auto")
-    rounds_head = "head" in facts.rounded and not facts.is_head_tied
-    return layers + _part_bytes(facts, facts.head, weights if rounds_head else "auto")
+    layers = _part_bytes(facts, facts.layers, facts.rounding("layers", weights))
+    return layers + _part_bytes(facts, facts.head, facts.rounding("head", weights))
 
 
 def activation_bytes(facts: ModelFacts, stages: Collection[Role]) -> int:

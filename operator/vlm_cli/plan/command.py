@@ -17,7 +17,7 @@ from vlm_cli.output import CliError, Format, emit
 from vlm_cli.plan import manifest as manifests
 from vlm_cli.plan import report
 from vlm_cli.plan.capacity import KV_ITEM_BYTES
-from vlm_cli.plan.facts import ITEM_BYTES
+from vlm_cli.plan.facts import ITEM_BYTES, check_weights
 from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.load import Load, parse_size
 from vlm_cli.plan.manifest import Service
@@ -28,7 +28,6 @@ from vlm_cli.sections import show, to_data
 from vlm_operator import names
 from vlm_operator.cluster import VLM_NODE_CLASS, Manifest
 
-_WEIGHTS = ("auto", "int8", "int4")
 _DETAILS = ("auto", "low", "high", "original")
 NETWORK_GBIT = 10.0
 DEFAULT_TOKENS = 200
@@ -80,7 +79,8 @@ async def plan(
         str | None, typer.Option(metavar="NAME", help="Of KV; default: that of the weights.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="NAME", help="auto, int8 or int4; default auto.")
+        str | None,
+        typer.Option(metavar="NAME", help="auto, int8, int4, or by part; default auto."),
     ] = None,
     compute_share: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Of peak compute that is reached.")
@@ -131,9 +131,11 @@ async def plan(
             prompt_tokens=prompt_tokens, output_tokens=output_tokens, ttft_ms=ttft_ms,
             itl_ms=itl_ms,
         )  # fmt: skip
+        facts = read_model(model, dtype=service.dtype)
+        facts.check_rounded(service.weights)
         found = report.plan(
             report.Request(
-                facts=read_model(model, dtype=service.dtype),
+                facts=facts,
                 nodes=read_nodes(classes, _devices(device or [])),
                 load=load,
                 service=service,
@@ -186,12 +188,13 @@ def _service(before: Service | None, model: Path, **given: str | None) -> Servic
     for flag, choices in (
         ("dtype", tuple(ITEM_BYTES)),
         ("kv_dtype", ("auto", *(name for name in KV_ITEM_BYTES if name != "float16"))),
-        ("weights", _WEIGHTS),
     ):
         value = given[flag]
         if value is not None and value not in choices:
             option = flag.replace("_", "-")
             raise PlanError(f"--{option}: is {value!r}; there are {', '.join(choices)}")
+    if given["weights"] is not None:
+        check_weights(given["weights"])
     if before is None:
         directory = model.resolve() if model.is_dir() else model.resolve().parent
         default = given["name"] or _default_name(directory)

@@ -13,6 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import Final
 
+from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.images import Sizing
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -76,6 +77,30 @@ class Vision:
     num_extra: int = 0
 
 
+PARTS: Final = ("encoder", "merger", "layers", "head")
+WEIGHT_TYPES: Final = ("auto", "int8", "int4")
+
+
+def type_of(part: str, weights: str) -> str:
+    """Return the type of a part with the worker's --weights; it may be one that is not rounded."""
+    if "=" not in weights:
+        return weights
+    return dict(item.split("=", 1) for item in weights.split(",")).get(part, "auto")
+
+
+def check_weights(weights: str) -> None:
+    """Raise PlanError if the worker does not understand this value of --weights."""
+    items = [item.partition("=") for item in weights.split(",")]
+    parts = [part for part, _, _ in items]
+    by_part = all(part in PARTS and kind in WEIGHT_TYPES for part, _, kind in items)
+    if weights in WEIGHT_TYPES or (by_part and len(set(parts)) == len(parts)):
+        return
+    raise PlanError(
+        f"--weights: is {weights!r}; there are {', '.join(WEIGHT_TYPES)}, or one of them for each "
+        f"of {', '.join(PARTS)}, such as encoder=int8,layers=int8"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
     """Everything that a plan needs of a model.
@@ -83,7 +108,7 @@ class ModelFacts:
     Attributes:
         num_sliding_layers: layers that attend to the last `sliding_window` tokens only.
         dtype: of weights and activations.
-        rounded: parts whose linear layers `--weights=int8` and `int4` round.
+        rounded: parts whose linear layers `--weights` may round.
         assumptions: what the files do not say, in sentences.
     """
 
@@ -122,3 +147,20 @@ class ModelFacts:
         parts = (self.encoder, self.projector, self.layers, self.table)
         own_head = 0 if self.is_head_tied else self.head.num_parameters
         return sum(part.num_parameters for part in parts) + own_head
+
+    def rounding(self, part: str, weights: str) -> str:
+        """Return the type of a part with the worker's --weights; `auto` if it is not rounded.
+
+        A GPU does not round a head that is the embedding table, and a CPU seldom.
+        """
+        is_table = part == "head" and self.is_head_tied
+        return type_of(part, weights) if part in self.rounded and not is_table else "auto"
+
+    def check_rounded(self, weights: str) -> None:
+        """Raise PlanError if --weights names a part that the worker does not round."""
+        for part in PARTS if "=" in weights else ():
+            if type_of(part, weights) != "auto" and part not in self.rounded:
+                raise PlanError(
+                    f"--weights: {self.model_type} rounds {', '.join(sorted(self.rounded))} "
+                    f"alone; remove {part}="
+                )

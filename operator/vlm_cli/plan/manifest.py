@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from vlm_cli.plan.facts import PARTS, check_weights, type_of
 from vlm_cli.plan.fields import Fields, PlanError
 from vlm_cli.plan.load import Load
 from vlm_cli.plan.pool import Numbers
@@ -43,7 +44,7 @@ class Service:
     Attributes:
         dtype: replaces that of the checkpoint; None keeps it.
         kv_dtype: of the KV cache: `auto` is that of the activations.
-        weights: `auto`, `int8` or `int4`.
+        weights: as the worker's --weights.
     """
 
     name: str
@@ -78,6 +79,7 @@ def build(service: Service, load: Load, candidate: Candidate) -> Manifest:
         "revision": service.revision,
         "dtype": _DTYPE_FIELD[service.dtype],
         "kvCacheDtype": _KV_FIELD[service.kv_dtype],
+        "weights": _by_part(service.weights),
         "limits": _limits(load),
     }
     slo = {"ttftP95Milliseconds": load.ttft_ms, "itlP95Milliseconds": load.itl_ms}
@@ -123,7 +125,7 @@ def read_input(where: str, manifest: Mapping[str, Any]) -> tuple[Service, Load]:
         revision=model.text("revision") if "revision" in model else None,
         dtype=_chosen(_DTYPE_FIELD, model, "dtype"),
         kv_dtype=_chosen(_KV_FIELD, model, "kvCacheDtype") or "auto",
-        weights=_weights(pools),
+        weights=_weights(model, pools),
     )
     return service, Load.from_dict(f"{where}: {ANNOTATION_LOAD}", load)
 
@@ -154,17 +156,29 @@ def _pool(role: Role, candidate: Candidate, weights: str) -> dict[str, Any]:
     }
     if plan.kv_bytes:
         pool["kv"] = {"memory": f"{plan.kv_bytes >> 20}Mi"}
-    if weights != "auto":
+    if weights != "auto" and "=" not in weights:
         pool["engine"] = {"extraArgs": [f"{_WEIGHTS_ARG}{weights}"]}
     return pool
 
 
-def _weights(pools: Fields) -> str:
+def _by_part(weights: str) -> dict[str, str] | None:
+    """Return `model.weights` for a value that names parts."""
+    if "=" not in weights:
+        return None
+    types = {part: type_of(part, weights) for part in PARTS}
+    return {part: kind.title() for part, kind in types.items() if kind != "auto"}
+
+
+def _weights(model: Fields, pools: Fields) -> str:
+    """Return --weights: that of a pool, which replaces the model's in its pods, or the model's."""
     for role in Role:
         for argument in pools.child(role.value).child("engine").items("extraArgs"):
             if str(argument).startswith(_WEIGHTS_ARG):
                 return str(argument).removeprefix(_WEIGHTS_ARG)
-    return "auto"
+    by_part = model.child("weights")
+    types = [f"{part}={by_part.text(part).lower()}" for part in PARTS if part in by_part]
+    check_weights(",".join(types) or "auto")
+    return ",".join(types) or "auto"
 
 
 def _chosen(choices: Mapping[Any, str | None], fields: Fields, name: str) -> Any:

@@ -173,7 +173,7 @@ def _qwen(
             norm_size,
         ),
         sizing=sizing,
-        rounded=frozenset({"encoder", "layers", "head"}),
+        rounded=frozenset({"encoder", "merger", "layers", "head"}),
         sliding=_qwen_sliding(text),
     )
 

@@ -24,6 +24,14 @@ class KvDType(enum.StrEnum):
     FP8 = "FP8"
 
 
+class WeightType(enum.StrEnum):
+    """Number type of the linear layers of one part of the model."""
+
+    AUTO = "Auto"
+    INT8 = "Int8"
+    INT4 = "Int4"
+
+
 class ClaimAccess(enum.StrEnum):
     """The nodes that may mount a claim: many, or one."""
 

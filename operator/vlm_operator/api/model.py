@@ -18,7 +18,14 @@ from vlm_operator.api.base import (
     field,
     not_built,
 )
-from vlm_operator.api.enums import ClaimAccess, DType, KvDType, OnCorrupt, OnOversize
+from vlm_operator.api.enums import (
+    ClaimAccess,
+    DType,
+    KvDType,
+    OnCorrupt,
+    OnOversize,
+    WeightType,
+)
 from vlm_operator.api.pod_template import PodTemplate
 from vlm_operator.api.visual import Visual
 
@@ -75,6 +82,28 @@ class Limits(Model):
             instead="set 0 or leave it out",
         ),
     )
+
+
+def _part(what: str) -> WeightType:
+    """The field of a part; `what` says which linear layers it has."""
+    found: WeightType = field(WeightType.AUTO, what, example="Int8", restarts=Restarts.PODS)
+    return found
+
+
+class Weights(Model):
+    """Number types of the linear layers, by part of the model; Auto is `dtype`."""
+
+    encoder: WeightType = _part("The vision tower without its merger. Int4 needs a GPU.")
+    merger: WeightType = _part("From the tower to the language model.")
+    layers: WeightType = _part("The layers of the language model.")
+    head: WeightType = _part("The logits. Auto if the head shares the embedding table's weights.")
+
+    @property
+    def text(self) -> str:
+        """The value of the worker's --weights; `auto` if no part is rounded."""
+        parts = self.to_dict().items()
+        rounded = [f"{part}={kind.lower()}" for part, kind in parts if kind != WeightType.AUTO]
+        return ",".join(rounded) or "auto"
 
 
 class CacheClaim(Model):
@@ -164,6 +193,13 @@ class ModelSource(Model):
         "Number type of the KV cache; Auto is that of the activations, Int8 keeps a scale per "
         "token and head.",
         example="BFloat16",
+        restarts=Restarts.PODS,
+    )
+    weights: Weights | None = field(
+        None,
+        "Linear layers rounded at start, by part, alike in every role: faster and smaller, less "
+        "exact. A worker whose model cannot round a part does not start.",
+        unset="Auto in every part",
         restarts=Restarts.PODS,
     )
     block_size_tokens: BlockSize | None = field(

@@ -108,6 +108,8 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
     found += identity_mount(service, revision).args
     if model.max_model_len is not None:
         found.append(f"--max-model-len={model.max_model_len}")
+    if model.weights is not None and model.weights.text != "auto":
+        found.append(f"--weights={model.weights.text}")
     return found
 
 

@@ -203,6 +203,8 @@ def _base_inputs(written: VLMService, service: VLMService) -> dict[str, Any]:
     model = _as_stored(spec.model.to_dict())
     for live in ("limits", "servedName"):
         model.pop(live, None)
+    if spec.model.weights is not None and spec.model.weights.text == "auto":
+        del model["weights"]  # the same pods as without the field
     if "cache" in model:
         model["cache"].pop("podTemplate")  # of the Job, not of the pods
     return {

@@ -294,6 +294,24 @@ def test_a_manifest_gives_replicas_prices_goals_and_levers_in_use():
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "arguments", "rounds"),
+    [
+        ({}, [], False),
+        ({"weights": {"layers": "Int8"}}, [], True),
+        ({"weights": {"encoder": "Int8"}}, [], False),
+        ({}, ["--weights=encoder=int8,layers=int4"], True),
+        ({}, ["--weights=encoder=int8"], False),
+    ],
+)
+def test_only_the_layers_of_the_language_model_are_a_lever_of_a_step(model, arguments, rounds):
+    pools = {"decode": {"engine": {"extraArgs": arguments}}}
+    found = read_service(
+        {"metadata": {"name": "demo"}, "spec": {"model": model, "slo": {}, "pools": pools}}
+    )
+    assert found.has_rounded_weights is rounds
+
+
 def add_pod(api, name: str, role: str) -> None:
     labels = {"triptych.dev/service": "demo", "triptych.dev/role": role}
     metadata = {"name": name, "namespace": "vision", "labels": labels}

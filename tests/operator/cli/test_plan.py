@@ -106,6 +106,17 @@ async def test_a_manifest_renders_and_plans_to_itself(tmp_path: Path, capsys):
     assert kinds.count("Deployment") == 1 + len(service.spec.pools.present)  # and the gateway
 
 
+async def test_weights_by_part_are_in_the_model_of_a_manifest(tmp_path: Path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    weights = "layers=int8,merger=auto,encoder=int8"
+    await plan(QWEN_7B, nodes=[NODES], weights=weights, write=first, **LOAD)
+    await plan(QWEN_7B, nodes=[NODES], again=first, write=second)
+    assert first.read_text() == second.read_text()
+    spec = yaml.safe_load(first.read_text())["spec"]
+    assert spec["model"]["weights"] == {"encoder": "Int8", "layers": "Int8"}
+    assert all("engine" not in pool for pool in spec["pools"].values())
+
+
 async def test_flags_replace_what_a_manifest_says(tmp_path: Path, capsys):
     path = tmp_path / "plan.yaml"
     await plan(QWEN_7B, nodes=[NODES], write=path, **LOAD)
@@ -189,6 +200,9 @@ async def test_a_field_of_a_config_is_named_with_its_file(tmp_path: Path, config
         ({"rate": 1.0, "prompt_tokens": 128_000}, "max_position_embeddings of "),
         ({"kv_dtype": "fp8"}, "--kv-dtype: is 'fp8'; there are auto"),
         ({"weights": "int2"}, "--weights: is 'int2'"),
+        ({"weights": "tower=int8"}, "for each of encoder, merger, layers, head"),
+        ({"weights": "head=fp8"}, "--weights: is 'head=fp8'"),
+        ({"weights": "head=int8,head=int8"}, "--weights: is 'head=int8,head=int8'"),
         ({"device": ["h100"]}, "--device: 'h100' names no class"),
         ({"device": ["h100=abacus"]}, "--device: 'abacus' is unknown; write TFLOPS:GBPS"),
         ({"device": ["h100=0:5"]}, "--device: '0:5' is unknown"),

@@ -47,7 +47,8 @@ MODELS = st.sampled_from(["qwen", "llava", "gemma"]).map(model)
 STAGE_SETS = st.sampled_from(
     [(Role.DECODE,), (Role.PREFILL, Role.DECODE), (Role.ENCODER, Role.PREFILL, Role.DECODE)]
 )
-WEIGHTS = st.sampled_from(["auto", "int8", "int4"])
+BY_PART = "layers=int8", "layers=int4"  # parts that every family rounds
+WEIGHTS = st.sampled_from(["auto", "int8", "int4", *BY_PART])
 
 
 @st.composite
