@@ -203,8 +203,8 @@ class KVLayout:
 
     The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that a
     block is contiguous. `inner` names the order inside the last axis (`slot-major`:
-    `[block_size, head_dim]`; for int8, one float32 scale per slot follows). It never names a
-    device, because prefill and decode may run on different kinds.
+    `[block_size, head_dim]`; for int8 and float8, one float32 scale per slot follows). It never
+    names a device, because prefill and decode may run on different kinds.
     """
 
     model_revision: str
@@ -261,8 +261,8 @@ class EmbedLayout:
 
 PLACE_BYTES = 4
 """Row and column of a kept visual token, in cells: two int16, little-endian."""
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-SCALE_BYTES = {"int8": 4}  # after the elements of a row of KV
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # after the elements of a row of KV
 
 
 def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:

@@ -82,7 +82,7 @@ def read_service(manifest: Manifest) -> Service:
         name=manifest["metadata"]["name"],
         replicas=replicas,
         price=price,
-        has_int8_kv=spec["model"].get("kvCacheDtype") == "Int8",
+        has_int8_kv=spec["model"].get("kvCacheDtype") in ("Int8", "FP8"),
         has_rounded_weights=_rounds_layers(spec["model"], arguments),
         ttft_goal=_seconds(slo, "ttftP95Milliseconds"),
         itl_goal=_seconds(slo, "itlP95Milliseconds"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from worker.identity.questions import SHAPES, Question, questions
 from worker.identity.stepper import Stepper
 
 from vlm_kernels import gpu
+from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.build import RunnerSettings, build_runner
+from vlm_worker.model.memory import check_kv_device
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import Stage
 
@@ -58,3 +61,42 @@ def test_its_tokens_are_those_of_a_cpu(
     monkeypatch.setattr(gpu, "serves", lambda where: launched.append(where) or serves(where))
     assert answer(runner, question, max_tokens) == want
     assert launched, "no kernel was asked for"
+
+
+def logits(runner: ModelRunner, question: Question, *, chunk: int) -> np.ndarray:
+    stepper = Stepper(runner)
+    sequence = stepper.start(question, (), max_tokens=2)
+    return stepper.forced_logits([sequence], [[40, 41]], chunk=chunk)[0]
+
+
+@pytest.mark.full
+def test_kv_in_fp8_changes_logits_within_a_bound_and_chunks_do_not(device: torch.device) -> None:
+    exact, eight = (
+        build_runner(
+            dataclasses.replace(SETTINGS, kv_dtype=kind, device=str(device), compile=False)
+        )
+        for kind in ("float32", "fp8")
+    )
+    assert eight.kv_layout is not None
+    assert exact.kv_layout is not None
+    assert eight.kv_layout.dtype == "float8_e4m3fn"
+    head_dim = eight.kv_layout.head_dim
+    assert eight.kv_layout.token_bytes * 4 * head_dim == exact.kv_layout.token_bytes * (
+        head_dim + 4
+    )
+    whole, want = logits(eight, TEXT, chunk=64), logits(exact, TEXT, chunk=64)
+    assert 0 < np.abs(whole - want).max() < 0.05 * np.ptp(want)
+    np.testing.assert_allclose(logits(eight, TEXT, chunk=7), whole, atol=1e-3, rtol=0)
+
+
+def test_kv_in_fp8_needs_kernels_and_an_ada_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kv_device("fp8", torch.device("cpu"))  # as under the interpreter
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_kv_device("fp8", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    check_kv_device("int8", torch.device("cuda"))
+    with pytest.raises(ModelConfigError, match=r"capability 8.9 or later, .*; this GPU has 8.6"):
+        check_kv_device("fp8", torch.device("cuda"))
+    monkeypatch.setattr(gpu, "serves", lambda device: False)
+    with pytest.raises(ModelConfigError, match=r"needs a GPU .*; this is cpu. Choose int8"):
+        check_kv_device("fp8", torch.device("cpu"))

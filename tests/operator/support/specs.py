@@ -187,7 +187,6 @@ def _toleration(spec: Spec) -> Spec:
 
 
 def _model(spec: Spec) -> Spec:
-    spec = _without("kvCacheDtype")(spec) if spec.get("kvCacheDtype") == "FP8" else spec
     remote = "credentialsSecretRef" in spec or "revision" in spec or "cache" in spec
     if not remote:
         return {**spec, "uri": "pvc://shapes"}

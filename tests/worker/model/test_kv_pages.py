@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from vlm_worker.model import memory as kv_pages
 from vlm_worker.model.memory import POPULATE_WRITE, KVPrefault, make_kv_cache
-from vlm_worker.types import KVLayout
+from vlm_worker.types import ITEMSIZE, KVLayout
 
 PAGE = mmap.PAGESIZE
 AHEAD, STEP = 8 * PAGE, 2 * PAGE
@@ -93,3 +94,11 @@ def test_a_system_that_gives_none_is_asked_once(
     assert not any(present(cache))
     pages.use(np.array([9]))
     assert not pages.prefault_next()
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
+def test_a_cache_has_the_bytes_of_its_layout(dtype: str) -> None:
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+    cache = make_kv_cache(layout, 3, torch.device("cpu"))
+    assert cache.nbytes == 3 * layout.block_bytes
+    assert str(cache.dtype) == f"torch.{dtype}"

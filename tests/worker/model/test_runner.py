@@ -223,7 +223,10 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"kv_dtype": "fp8"}, "--kv-dtype=fp8: not built yet", id="kv type"),
+        pytest.param({"kv_dtype": "int4"}, "--kv-dtype=int4: not built yet", id="kv type"),
+        pytest.param(
+            {"kv_dtype": "fp8", "device": "cpu"}, "--kv-dtype=fp8 needs a GPU", id="kv in fp8"
+        ),
         pytest.param({"block_size": 0}, "--block-size=0: must be at least 1", id="block size"),
     ],
 )

@@ -29,7 +29,13 @@ from vlm_worker.model.gpu.decode_steps import graph_sizes
 from vlm_worker.model.gpu.graphs import captured, trial_bytes
 from vlm_worker.model.gpu.streams import streams_for
 from vlm_worker.model.loader import LoadedModel, StartProgress, load_model, no_progress
-from vlm_worker.model.memory import WorkSizes, device_work_bytes, make_kv_layout, num_kv_blocks
+from vlm_worker.model.memory import (
+    WorkSizes,
+    check_kv_device,
+    device_work_bytes,
+    make_kv_layout,
+    num_kv_blocks,
+)
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.settings import ComputeSettings
 from vlm_worker.types import KVLayout, PreparedImage, Stage
@@ -103,6 +109,7 @@ def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress
 
 def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings) -> ModelRunner:
     """The runner of a language model, with as many KV blocks as fit."""
+    check_kv_device(settings.kv_dtype, loaded.device)
     layout = make_kv_layout(
         loaded.model.config.get_text_config(),
         revision,

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from vlm_kernels import gpu
 from vlm_kernels.kv_rows import slot_elements
 from vlm_worker.core.families import Family
 from vlm_worker.core.image_geometry import LARGE_SIDE
@@ -160,6 +161,11 @@ DTYPES = {
     "int8": torch.int8,
 }
 
+KV_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
+FP8: Final = "fp8"
+"""The value of `--kv-dtype` for `float8_e4m3fn`."""
+FP8_CAPABILITY: Final = (8, 9)
+
 DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
 DEFAULT_CPU_BYTES = 1 << 30  # bounds the default share of host memory
 
@@ -174,10 +180,11 @@ def make_kv_layout(
     Raises:
         ModelConfigError: a setting is not supported.
     """
-    name = dtype_name(dtype) if kv_dtype == "auto" else kv_dtype
-    if name not in DTYPES:
+    types = {"auto": dtype_name(dtype), FP8: dtype_name(torch.float8_e4m3fn)}
+    name = types.get(kv_dtype, kv_dtype)
+    if name not in KV_DTYPES:
         raise ModelConfigError(
-            f"--kv-dtype={kv_dtype}: not built yet; choose auto, {', '.join(DTYPES)}"
+            f"--kv-dtype={kv_dtype}: not built yet; choose auto, {', '.join((*DTYPES, FP8))}"
         )
     if block_size < 1:
         raise ModelConfigError(f"--block-size={block_size}: must be at least 1")
@@ -188,6 +195,25 @@ def make_kv_layout(
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         block_size=block_size,
         dtype=name,
+    )
+
+
+def check_kv_device(kv_dtype: str, device: torch.device) -> None:
+    """Raise ModelConfigError if the device's kernels do not read a KV cache of this type."""
+    if kv_dtype != FP8:
+        return
+    found = f"this is {device.type}"
+    if gpu.serves(device):
+        # triton's interpreter, which tests use, reads every type
+        capability = FP8_CAPABILITY
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+        if capability >= FP8_CAPABILITY:
+            return
+        found = f"this GPU has {capability[0]}.{capability[1]}"
+    raise ModelConfigError(
+        f"--kv-dtype={FP8} needs a GPU of compute capability 8.9 or later, triton and a C "
+        f"compiler; {found}. Choose int8, which has the same size"
     )
 
 
@@ -255,18 +281,18 @@ def _left_for_kv(layout: KVLayout, left: int, work_bytes: int) -> int:
 def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
     """Allocate the buffer `[num_blocks, layers, 2, kv_heads, block_size * head_dim]` of zeros.
 
-    With int8, the scales follow the elements of the last axis (`vlm_kernels.kv_rows`).
+    With int8 and float8, the scales follow the elements of the last axis (`vlm_kernels.kv_rows`).
 
     On a CPU, pages are allocated when blocks are written or prefaulted (`KVPrefault`), so an unused
     part of the cache costs only address space; `torch.zeros` would write all of it. The memory uses
     huge pages: attention reads blocks in any order, and is a sixth faster with fewer TLB misses.
     """
-    inner = layout.block_size * slot_elements(DTYPES[layout.dtype], layout.head_dim)
+    inner = layout.block_size * slot_elements(KV_DTYPES[layout.dtype], layout.head_dim)
     shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, inner)
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
+        return torch.zeros(shape, dtype=KV_DTYPES[layout.dtype], device=device)
     memory = private_memory(num_blocks * layout.block_bytes, huge=True)
-    return torch.frombuffer(memory, dtype=DTYPES[layout.dtype]).view(shape)
+    return torch.frombuffer(memory, dtype=KV_DTYPES[layout.dtype]).view(shape)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -298,7 +298,8 @@ class ComputeSettings:
 
     Attributes:
         dtype: of weights and activations; `auto` is the checkpoint's.
-        kv_dtype: of the KV cache; `auto` is `dtype`, `int8` has a scale per token and head.
+        kv_dtype: of the KV cache; `auto` is `dtype`, `int8` and `fp8` have a scale per token and
+            head; `fp8` is for GPUs.
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
@@ -311,7 +312,9 @@ class ComputeSettings:
     """
 
     dtype: str = option("--dtype", one_of(("auto", "bfloat16", "float16", "float32")), "auto")
-    kv_dtype: str = option("--kv-dtype", one_of(("auto", "bfloat16", "float32", "int8")), "auto")
+    kv_dtype: str = option(
+        "--kv-dtype", one_of(("auto", "bfloat16", "float32", "int8", "fp8")), "auto"
+    )
     device: str = option("--device", one_of(("auto", "cpu", "cuda")), "auto")
     packed_weights: bool = option(
         "--packed-weights",
