@@ -5,7 +5,8 @@
     pool, merge, diverse, zip, arrcoc                           `vlm_worker.reduction` by share
     auto      what the gateway's policy `Auto` chooses by the class of the question, as it finds it
     kv        the whole image, KV cache in int8
-    weights   the whole image, encoded with int8 weights
+    weights   the whole image, encoded with int8 weights of tower and merger
+    parts     the whole image, encoded and decoded with types by part, as of `--weights`
 
 The worker's own code does all of it: processor, vision tower, reduction, decoder. Visual tokens of
 one image are encoded once, and all reductions read the same embedding.
@@ -80,6 +81,10 @@ LEVERS: Final[Mapping[str, tuple[Setting, ...]]] = {
     "kv": (Setting("kv", "int8"),),
     "weights": (Setting("weights", "int8 encoder"),),
 }
+UNRECORDED: Final[Mapping[str, tuple[Setting, ...]]] = {
+    "parts": (Setting("parts", "encoder=int8"), Setting("parts", "encoder=int8,layers=int8")),
+}
+"""Levers that are measured only if they are named, and have no place in the record."""
 
 
 NOT_RECORDED: Final = frozenset({"arrcoc"})
@@ -92,7 +97,7 @@ def chosen(levers: Sequence[str]) -> list[Setting]:
     Raises KeyError for an unknown lever.
     """
     names = dict.fromkeys((*ALWAYS, *(levers or LEVERS)))
-    return [setting for name in names for setting in LEVERS[name]]
+    return [setting for name in names for setting in {**LEVERS, **UNRECORDED}[name]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -114,6 +119,7 @@ class Worker:
 
     def __init__(self, *, threads: int) -> None:
         self._threads = threads
+        self._by_weights: dict[str, Any] = {}
 
     @functools.cached_property
     def runner(self) -> Any:
@@ -124,15 +130,19 @@ class Worker:
     def int8_kv(self) -> Any:
         return self._built({"kv_dtype": "int8"})
 
-    @functools.cached_property
-    def int8_weights(self) -> Any:
-        return self._built({"weights": "int8"})
+    def with_weights(self, weights: str) -> Any:
+        """The runner with these `--weights`."""
+        if weights not in self._by_weights:
+            self._by_weights[weights] = self._built({"weights": weights})
+        return self._by_weights[weights]
 
     def _built(self, options: dict[str, Any]) -> Any:
         return int8_accuracy.runner_of({"dtype": "auto", "num_threads": self._threads, **options})
 
     def decoder(self, setting: Setting) -> Any:
         """The runner that decodes with this setting."""
+        if setting.lever == "parts":
+            return self.with_weights(setting.value)
         return self.int8_kv if setting.lever == "kv" else self.runner
 
     def see(self, questions: Sequence[Question], *, permille: int = 1000) -> list[Seen]:
@@ -151,9 +161,10 @@ class Worker:
                 return [self._whole(one) for one in self.see(questions, permille=setting.permille)]
             case "auto":
                 return [self._chosen(one, choice_of(setting, one.question, self)) for one in seen]
-            case "weights":
+            case "weights" | "parts":
                 images = [one.image for one in seen]
-                encoded = self._encoded(self.int8_weights, questions, images)
+                weights = setting.value if setting.lever == "parts" else "int8"
+                encoded = self._encoded(self.with_weights(weights), questions, images)
                 return [self._whole(one) for one in encoded]
             case lever:
                 reduction = Reduction(Method(lever), setting.permille)

@@ -25,7 +25,7 @@ import visual_levers
 import visual_report
 from paired import Paired
 from teacher import greedy_tokens
-from visual_levers import LEVERS, OFF, Setting, Worker
+from visual_levers import LEVERS, OFF, UNRECORDED, Setting, Worker
 from visual_questions import GROUPS, KINDS, SEED, draw, num_of_kind, pooled
 
 TOGETHER: Final = 32
@@ -87,14 +87,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--lever",
         action="append",
         default=[],
-        choices=tuple(LEVERS),
+        choices=(*LEVERS, *UNRECORDED),
         help="beside off and pixels; may be repeated; default: all",
     )
     parser.add_argument("--questions", type=_positive, default=100, help="of each group")
     parser.add_argument("--seed", type=int, default=SEED, help="of the questions")
     parser.add_argument("--threads", type=_positive, default=1)
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.record and set(args.lever) & set(UNRECORDED):
+        parser.error(f"--record: {', '.join(UNRECORDED)} has no place in {RECORD.name}")
+    return args
 
 
 def _positive(text: str) -> int:

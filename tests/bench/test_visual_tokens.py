@@ -18,7 +18,7 @@ import visual_levers
 import visual_report
 import visual_tokens
 from teacher import greedy_tokens
-from visual_levers import LEVERS, OFF, Seen, Setting, Worker
+from visual_levers import LEVERS, OFF, UNRECORDED, Seen, Setting, Worker
 from visual_questions import (
     CLASSES,
     GROUPS,
@@ -257,6 +257,20 @@ def test_each_lever_reduces_tokens_or_changes_numbers(worker: Worker, seen: list
     rows = worker.sequences(LEVERS["weights"][0], seen)[0].rows
     assert not (rows == whole[0].rows).all()
     assert worker.decoder(LEVERS["kv"][0]) is not worker.runner
+
+
+def test_weights_by_part_round_these_parts_of_encoder_and_decoder(
+    worker: Worker, seen: list[Seen]
+) -> None:
+    (whole,), (tower, both) = LEVERS["weights"], UNRECORDED["parts"]
+    assert worker.decoder(whole) is worker.runner
+    assert worker.decoder(tower) is worker.with_weights("encoder=int8")
+    assert worker.decoder(both) is worker.with_weights("encoder=int8,layers=int8")
+    with_merger, without, again = (
+        worker.sequences(setting, seen)[0].rows for setting in (whole, tower, both)
+    )
+    assert not (with_merger == without).all()
+    assert (without == again).all(), "one tower"
 
 
 def test_auto_takes_what_the_class_of_each_question_needs(worker: Worker) -> None:
