@@ -87,10 +87,6 @@ UNRECORDED: Final[Mapping[str, tuple[Setting, ...]]] = {
 """Levers that are measured only if they are named, and have no place in the record."""
 
 
-NOT_RECORDED: Final = frozenset({"arrcoc"})
-"""Levers that `results/visual_tokens.jsonl` lacks."""
-
-
 def chosen(levers: Sequence[str]) -> list[Setting]:
     """The settings of these levers behind `off` and the baseline; all levers if none is named.
 

@@ -150,6 +150,7 @@ GOALS: Final = (
             ("diverse", "1/2", "read", True, 3.5),
             ("diverse", "1/4", "read", False, 3.0),
             ("diverse", "1/4", "read", True, 4.5),
+            ("arrcoc", "1/4", "objects", False, 2.0),
             ("auto", "Learned", "all", False, 1.5),
             ("auto", "Learned", "read", False, 3.0),
             ("kv", "int8", "all", False, 0.3),
