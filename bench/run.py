@@ -75,6 +75,7 @@ OTHERS = (
     "gateway_overhead",
     "hostile_mix",
     "overload",
+    "stealing",
     "simulate",
     "operator_scale",
 )

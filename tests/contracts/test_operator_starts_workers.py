@@ -137,6 +137,30 @@ def test_a_worker_reads_the_disk_of_its_pool(stages: str):
     assert disk.embedding_disk_age_seconds == 3600
 
 
+@given(num_requests=st.integers(0, 64), percent=st.integers(1, 30))
+def test_an_encoder_that_lends_reads_its_bound_and_its_kv_share(num_requests: int, percent: int):
+    manifest = copy.deepcopy(body())
+    encoder = {"scaling": {"mode": "Manual", "replicas": 1}, "maxLentRequests": num_requests}
+    if num_requests:
+        encoder["kv"] = {"memoryPercent": percent}
+    manifest["spec"]["pools"]["encoder"] = encoder
+    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
+    (args,) = (
+        item["spec"]["template"]["spec"]["containers"][0]["args"]
+        for item in found.plan.objects
+        if item["kind"] == "Deployment"
+        and item["metadata"]["labels"][names.LABEL_ROLE] == "encoder"
+    )
+    read = parse(args, {})
+    assert isinstance(read, WorkerSettings)
+    assert read.max_lent_requests == num_requests
+    assert len(read.stages) == (3 if num_requests else 1)
+    if num_requests:
+        assert read.compute.kv_memory_percent == percent
+    else:
+        assert not any("lent" in argument for argument in args)
+
+
 def test_the_gateways_configuration_has_the_keys_of_the_contract():
     text = (pathlib.Path(__file__).parents[2] / "docs" / "contract.md").read_text()
     block = text.partition("## gateway.json")[2].partition("```json")[2].partition("```")[0]

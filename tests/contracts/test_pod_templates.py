@@ -42,6 +42,8 @@ def planned() -> TurnPlan:
         pool.pop("podTemplate", None)
         pool.get("kv", {}).pop("visualPercent", None)
         pool.pop("encoderCache", None)
+        if pool.pop("maxLentRequests", 0):
+            pool.pop("kv")
     classes = {"gpu-l40s": NodeClassState("gpu-l40s", accelerator="nvidia.com/gpu", accelerators=1)}
     observed = empty()
     observed = type(observed)(**{**vars(observed), "node_classes": classes})

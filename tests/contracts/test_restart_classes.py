@@ -19,8 +19,15 @@ from vlm_operator.rollout.revisions import current_revisions, keep_defaults
 ROOT = pathlib.Path(__file__).parents[2]
 MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
 ROWS = {row.path: row for row in rows(api.VLMServiceSpec, "spec")}
-# A rule refuses these if there is a prefill pool, as here.
-REFUSED = {"spec.pools.encoder.encodeInline", "spec.pools.decode.encodeInline"}
+# A rule refuses these if there is a prefill pool, as here, or on these pools.
+REFUSED = {
+    "spec.pools.encoder.encodeInline",
+    "spec.pools.decode.encodeInline",
+    "spec.pools.prefill.maxLentRequests",
+    "spec.pools.decode.maxLentRequests",
+    "spec.pools.encoder.kv.memory",
+    "spec.pools.encoder.kv.memoryPercent",
+}
 # Items of lists are omitted: changing one changes the list.
 LEAVES = {
     path: row

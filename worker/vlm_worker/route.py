@@ -9,6 +9,9 @@ too busy for this saving. If none is known, its home gets it: all gateways have 
 
 A stage without a pool runs on the next role that has loaded it. Pods of one route have equal
 fingerprints. A draining pod is chosen only if there is no other, and the call is marked so.
+
+An encoder that lends answers a whole text-only request if it has no images to encode and the other
+pods are busy (`docs/decisions/0038`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from vlm_worker.types import Role, Stage
@@ -24,6 +28,10 @@ from vlm_worker.types import Role, Stage
 # share of the request may have this share of it more to do.
 AFFINITY_SLACK_REQUESTS = 4
 AFFINITY_SLACK_SECONDS = 0.5
+
+# An encoder answers a text-only request if that saves more than this wait. Load reports are up to a
+# second old, so a small difference says little, and the decode pods may have the prefix cached.
+LENDING_MARGIN_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +44,9 @@ class Candidate:
         ready: its containers are ready and it is not being deleted.
         accepting: readiness gate and load report allow new requests; False while it drains.
         num_inflight: requests on it, of all gateways.
+        max_lent: text-only requests that an encoder answers at once; 0 if it does not lend.
+        num_lent: such requests on it, of all gateways.
+        num_images: images that an encoder which lends has to encode.
     """
 
     name: str
@@ -53,6 +64,18 @@ class Candidate:
     num_waiting: int = 0
     work_queued_seconds: float = 0.0
     kv_free_tokens: int = 0
+    max_lent: int = 0
+    num_lent: int = 0
+    num_images: int = 0
+
+    @property
+    def lends(self) -> bool:
+        """Whether it is an encoder whose other stages are for lent requests alone."""
+        return self.max_lent > 0 and self.role is Role.ENCODER
+
+    def serves(self, stage: Stage) -> bool:
+        """Whether it has loaded a stage, and not for lent requests alone."""
+        return stage in self.stages and (stage is Stage.ENCODER or not self.lends)
 
     @property
     def pressure(self) -> tuple[float, int]:
@@ -112,6 +135,11 @@ class Route:
         return tuple(choice.pod for choice in choices if choice is not None)
 
     @property
+    def lent(self) -> Choice | None:
+        """The encoder that answers a text-only request; None if decode pods do."""
+        return self.prefill if self.prefill.pod.lends else None
+
+    @property
     def reserve(self) -> bool:
         """Whether to reserve KV: decode runs on another pod than prefill."""
         return self.decode is not None and self.decode.pod.boot_id != self.prefill.pod.boot_id
@@ -135,6 +163,22 @@ def choose(
     there is no other pod. A restart changes the boot id.
     """
     usable = _Usable(tuple(c for c in candidates if c.ready), failed)
+    route = _among_pools(usable, demand)
+    lender = _lender(usable, demand)
+    if lender is None:
+        return route
+    saved = _wait(route, demand) - lender.work_queued_seconds
+    if saved <= LENDING_MARGIN_SECONDS:
+        return route
+    reason = (
+        "no decode pod takes it now" if saved == math.inf else f"saves {saved:.3f} s of waiting"
+    )
+    choice = Choice(lender, f"lent to an encoder without images: {reason}")
+    return Route(None, choice, choice if demand.needs_decode else None)
+
+
+def _among_pools(usable: _Usable, demand: Demand) -> Route | NoRoute:
+    """Choose pods by the roles of the stages: no request is lent."""
     if not demand.needs_decode:
         return _rest_of_route(usable, demand, None)
     decode = _decode(usable, demand)
@@ -156,8 +200,9 @@ def another_decode(
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
     """Stages of `needed` that no ready and accepting pod has loaded, in the order of the stages."""
-    loaded = {stage for c in candidates if c.ready and c.accepting for stage in c.stages}
-    return [stage for stage in Stage if stage in needed and stage not in loaded]
+    pods = [c for c in candidates if c.ready and c.accepting]
+    missing = [stage for stage in Stage if not any(c.serves(stage) for c in pods)]
+    return [stage for stage in missing if stage in needed]
 
 
 def least_queued_seconds(candidates: Sequence[Candidate], stage: Stage) -> float | None:
@@ -187,9 +232,9 @@ class _Usable:
     failed: frozenset[bytes]
 
     def agreeing(self, pod: Candidate) -> _Usable:
-        """The pods that can exchange KV with a pod; those without KV always can."""
+        """The pods that can exchange KV with a pod; those without KV, or that lend, always can."""
         layouts = (b"", pod.layout_fingerprint)
-        agreeing = tuple(c for c in self.pods if c.layout_fingerprint in layouts)
+        agreeing = tuple(c for c in self.pods if c.lends or c.layout_fingerprint in layouts)
         return dataclasses.replace(self, pods=agreeing)
 
     def pool(self, stage: Stage) -> tuple[list[Candidate], bool]:
@@ -198,7 +243,7 @@ class _Usable:
         Pods that did not fail precede those that did, then accepting ones precede draining ones,
         then the stage's own role precedes the next roles.
         """
-        loaded = [c for c in self.pods if stage in c.stages]
+        loaded = [c for c in self.pods if c.serves(stage)]
         for failed, accepting in itertools.product((False, True), (True, False)):
             for role in _ROLES_FOR[stage]:
                 pods = [
@@ -218,6 +263,39 @@ _ROLES_FOR = {
     Stage.PREFILL: (Role.PREFILL, Role.DECODE, Role.ENCODER),
     Stage.DECODE: (Role.DECODE, Role.PREFILL, Role.ENCODER),
 }
+
+
+def _lender(usable: _Usable, demand: Demand) -> Candidate | None:
+    """The encoder that may answer a whole request, the one with the least work; None if none may.
+
+    It has no image to encode, free KV blocks for the request, and fewer lent requests than it may.
+    """
+    if demand.image_digest:
+        return None
+    idle = (
+        c
+        for c in usable.pods
+        if c.lends
+        and c.accepting
+        and c.boot_id not in usable.failed
+        and {Stage.PREFILL, Stage.DECODE} <= c.stages
+        and c.num_images == 0
+        and c.num_lent < c.max_lent
+        and c.kv_free_tokens >= demand.num_tokens
+    )
+    return min(idle, key=lambda c: (c.pressure, c.name), default=None)
+
+
+def _wait(route: Route | NoRoute, demand: Demand) -> float:
+    """Seconds of queued work before a request on a route; without end if it can only be held.
+
+    A decode pod without enough free KV blocks refuses the reservation until an answer ends.
+    """
+    if isinstance(route, NoRoute):
+        return math.inf
+    if route.decode is not None and route.decode.pod.kv_free_tokens < demand.num_tokens:
+        return math.inf
+    return sum({pod.boot_id: pod.work_queued_seconds for pod in route.pods}.values())
 
 
 def _rest_of_route(usable: _Usable, demand: Demand, decode: Choice | None) -> Route | NoRoute:

@@ -171,6 +171,16 @@ def device_memory(
     )
 
 
+LENT_KV_PERCENT: Final = 30
+"""Maximum KV share of an encoder that lends, as the CRD's rule on `maxLentRequests`."""
+
+
+def lent_kv_bytes(memory: DeviceMemory) -> int:
+    """Return the most KV bytes of an encoder that lends, on a device divided for all stages."""
+    left = memory.total - memory.runtime - memory.weights
+    return max(0, min(memory.kv, left * LENT_KV_PERCENT // 100)) >> 20 << 20
+
+
 def block_size_of(*, has_accelerator: bool) -> int:
     """Return the operator's default of `blockSizeTokens`."""
     return BLOCK_TOKENS_ACCELERATOR if has_accelerator else BLOCK_TOKENS_CPU

@@ -18,7 +18,7 @@ from vlm_cli.plan.topology import STAGES, Candidate, Choice, Network, choose
 from vlm_cli.sections import FactSection, Figure, NoteSection, Section, TableSection
 from vlm_operator.api.enums import Topology
 from vlm_operator.cluster import Manifest
-from vlm_operator.names import Role
+from vlm_operator.names import POOL_ROLES, Role
 
 SIZES = ((336, 336), (512, 512), (1024, 1024), (1280, 720), (1920, 1080), (3840, 2160))
 """Sizes of the table of visual tokens, in addition to the load's."""
@@ -70,6 +70,7 @@ def plan(request: Request) -> Plan:
         _images(facts, load),
         _weights(facts, numbers),
         _nodes(facts, request.nodes, numbers, load),
+        _lending(facts, request.nodes, numbers),
     ]
     choice = written = None
     if load is not None:
@@ -248,6 +249,32 @@ def _nodes(
             )
     title = f"Concurrency of one pod, for sequences of {num_tokens} tokens"
     return TableSection("concurrency", title, rows)
+
+
+def _lending(facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers) -> Section:
+    """The price of `pools.encoder.maxLentRequests`, per encoder pod."""
+    rows: list[dict[str, Figure | str]] = []
+    one, every = ((Role.ENCODER,), tuple(POOL_ROLES))
+    weights = capacity.weights_bytes(facts, every, numbers.weights)
+    weights -= capacity.weights_bytes(facts, one, numbers.weights)
+    token_bytes = capacity.kv_token_bytes(facts, numbers.kv_dtype)
+    for node in nodes:
+        row: dict[str, Figure | str] = {
+            "class": node.name,
+            "decoder weights": Figure(
+                weights, "B", "what all stages load beside tower and projector"
+            ),
+        }
+        why = node.refusal(facts, every, Role.ENCODER, weights=numbers.weights)
+        if node.memory is None or why is not None:
+            rows.append({**row, "KV": "-", "tokens": "-", "why": why or "its memory is unknown"})
+            continue
+        kv = capacity.lent_kv_bytes(node.memory_of(facts, every, weights=numbers.weights))
+        figure = f"at most {capacity.LENT_KV_PERCENT} % of (memory - runtime - weights)"
+        tokens = Figure(kv // token_bytes, "tokens", "KV / KV per token")
+        rows.append({**row, "KV": Figure(kv, "B", figure), "tokens": tokens, "why": ""})
+    title = "Price of maxLentRequests, per encoder pod"
+    return TableSection("lending", title, rows)
 
 
 def _transfers(facts: ModelFacts, load: Load, numbers: Numbers, network: Network) -> Section:

@@ -13,9 +13,9 @@ OWNED_ARGS = (
     "--model", "--served-name", "--model-revision", "--model-cache", "--stages", "--bind",
     "--grpc-port", "--http-port", "--data-port", "--announced-data-port", "--admin-port",
     "--block-size", "--dtype", "--kv-dtype", "--kv-memory-bytes", "--kv-memory-percent",
-    "--kv-reserve-percent", "--kv-visual-percent", "--max-model-len", "--drain-timeout-seconds",
-    "--compat", "--namespace", "--service", "--worker", "--config", "--api-keys-dir", "--tls-dir",
-    "--identity-dir",
+    "--kv-reserve-percent", "--kv-visual-percent", "--max-lent-requests", "--max-model-len",
+    "--drain-timeout-seconds", "--compat", "--namespace", "--service", "--worker", "--config",
+    "--api-keys-dir", "--tls-dir", "--identity-dir",
 )  # fmt: skip
 OWNED_ENV = (
     "POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME",

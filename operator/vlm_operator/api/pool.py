@@ -39,7 +39,7 @@ class Parallelism(Model):
 
 
 class KvCache(Model):
-    """The KV cache and its prefix cache. Prefill and decode only."""
+    """The KV cache and its prefix cache."""
 
     memory_percent: int | None = field(
         None,
@@ -203,7 +203,9 @@ class Pool(Model):
         ..., "The number of replicas, and how it is decided.", restarts=Restarts.NONE
     )
     kv: KvCache | None = field(
-        None, "The KV cache; prefill and decode only.", restarts=Restarts.PODS
+        None,
+        "The KV cache; for an encoder, see maxLentRequests.",
+        restarts=Restarts.PODS,
     )
     encoder_cache: EncoderCache | None = field(
         None, "The cache of embeddings; in pools that encode only.", restarts=Restarts.PODS
@@ -218,6 +220,14 @@ class Pool(Model):
         "Whether this pool encodes images too, in addition to the encoder pool.",
         example=True,
         restarts=Restarts.PODS,
+    )
+    max_lent_requests: int = field(
+        0,
+        "Text-only requests that an encoder pod without images answers at once.",
+        example=8,
+        restarts=Restarts.PODS,
+        ge=0,
+        le=64,
     )
     engine: Engine = field(
         Engine(),
@@ -246,6 +256,16 @@ def _encodes(role: str) -> str:
     return f"(has(self.{role}.encodeInline) && self.{role}.encodeInline)"
 
 
+def _lends(role: str) -> str:
+    """Return CEL that is true if pods of `role` answer text-only requests."""
+    return f"(has(self.{role}.maxLentRequests) && self.{role}.maxLentRequests > 0)"
+
+
+_LENT_KV_PERCENT = 30
+"""Maximum share for the KV of an encoder that lends: images keep the rest."""
+_LENT_KV = "self.encoder.kv.memoryPercent"
+
+
 class Pools(Model):
     """One pool per role. If a stage has no pool, the pool of the next role runs it."""
 
@@ -268,9 +288,29 @@ class Pools(Model):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             name="encoder-kv",
-            holds="!has(self.encoder) || !has(self.encoder.kv)",
-            message="an encoder pool has no KV cache: remove kv",
+            holds=f"!has(self.encoder) || !has(self.encoder.kv) || {_lends('encoder')}",
+            message="an encoder pool has no KV cache: remove kv or set maxLentRequests",
             at=".encoder.kv",
+        ),
+        Rule(
+            name="lent-kv",
+            holds=f"!has(self.encoder) || !{_lends('encoder')} || (has(self.encoder.kv) && "
+            f"has({_LENT_KV}) && {_LENT_KV} <= {_LENT_KV_PERCENT})",
+            message=f"set encoder.kv.memoryPercent to 1 to {_LENT_KV_PERCENT}, "
+            "or remove maxLentRequests",
+            at=".encoder.maxLentRequests",
+        ),
+        Rule(
+            name="lent-prefill",
+            holds=f"!has(self.prefill) || !{_lends('prefill')}",
+            message="only encoder pods lend: remove maxLentRequests",
+            at=".prefill.maxLentRequests",
+        ),
+        Rule(
+            name="lent-decode",
+            holds=f"!{_lends('decode')}",
+            message="only encoder pods lend: remove maxLentRequests",
+            at=".decode.maxLentRequests",
         ),
         Rule(
             name="encoder-encodes",
@@ -364,7 +404,7 @@ def stages(pools: Pools, role: Role) -> tuple[Role, ...]:
     """
     pool = pools.present[role]
     if role is Role.ENCODER:
-        return (Role.ENCODER,)
+        return POOL_ROLES if pool.max_lent_requests else (Role.ENCODER,)
     if role is Role.DECODE and pools.prefill is not None:
         return (Role.DECODE,)
     encodes = pools.encoder is None or pool.encode_inline

@@ -106,6 +106,8 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
         f"--compat={settled.compat}",
     ]
     found += identity_mount(service, revision).args
+    if pool.max_lent_requests:
+        found.append(f"--max-lent-requests={pool.max_lent_requests}")
     if model.max_model_len is not None:
         found.append(f"--max-model-len={model.max_model_len}")
     if model.weights is not None and model.weights.text != "auto":

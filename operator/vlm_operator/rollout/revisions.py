@@ -230,6 +230,7 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
         "engine": _as_stored(pool.engine.to_dict()),
         "pod": _EMPTY_OVERLAY,
         **_pod_template(pool.pod_template),
+        **({"maxLentRequests": pool.max_lent_requests} if pool.max_lent_requests else {}),
         "placement": placement,
         "nodeClass": variant.node_class_ref and variant.node_class_ref.name,
         "resources": variant.resources.to_dict(),

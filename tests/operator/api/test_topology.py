@@ -41,6 +41,19 @@ def test_a_pool_with_encode_inline_encodes_beside_the_encoder_pool() -> None:
     assert stages(without_prefill, Role.DECODE) == POOL_ROLES
 
 
+@pytest.mark.parametrize("roles", [subset for subset in SUBSETS if Role.ENCODER in subset])
+def test_an_encoder_pool_that_lends_loads_every_stage(roles: frozenset[Role]) -> None:
+    off = pools(roles)
+    lending = {**POOL, "maxLentRequests": 4, "kv": {"memoryPercent": 30}}
+    found = Pools.model_validate(
+        {role.value: lending if role is Role.ENCODER else POOL for role in roles}
+    )
+    assert stages(found, Role.ENCODER) == POOL_ROLES
+    assert {role: stages(found, role) for role in roles - {Role.ENCODER}} == {
+        role: stages(off, role) for role in roles - {Role.ENCODER}
+    }
+
+
 def test_topologies_have_names() -> None:
     assert {topology(pools(roles)) for roles in SUBSETS} == set(Topology)
 

@@ -142,6 +142,17 @@ async def test_node_classes_come_from_the_cluster(api, kubeconfig, capsys):
     assert {row["class"] for row in found["concurrency"]} == {"h100", "l40s"}
 
 
+async def test_the_price_of_lending_is_the_decoder_and_its_kv_on_each_encoder_pod(capsys):
+    found = await data(capsys, QWEN_7B)
+    weights = {row["stages"]: row["weights"]["value"] for row in found["weights"]}
+    whole = {row["class"]: row for row in found["concurrency"] if row["pod"] == "all stages"}
+    assert len(found["lending"]) == len(whole) == 2
+    for row in found["lending"]:
+        decoder = weights["encoder, prefill, decode"] - weights["encoder"]
+        assert row["decoderWeights"]["value"] == decoder
+        assert 0.33 < row["kv"]["value"] / whole[row["class"]]["kv"]["value"] < 0.36
+
+
 async def test_goals_that_nothing_meets_end_with_an_error_and_the_table(capsys):
     problem = await refusal(QWEN_7B, **{**LOAD, "ttft_ms": 15})
     assert problem == "no topology of these node classes meets the goals"

@@ -196,9 +196,12 @@ def _model(spec: Spec) -> Spec:
 
 
 def _pools(spec: Spec) -> Spec:
-    found = {role: _without("encodeInline")(item) for role, item in spec.items()}
+    found = {role: _without("encodeInline", "maxLentRequests")(item) for role, item in spec.items()}
     if "encoder" in found:
+        lent = spec["encoder"].get("maxLentRequests", 0)
         found["encoder"] = _without("kv")(found["encoder"])
+        if lent:
+            found["encoder"] |= {"maxLentRequests": lent, "kv": {"memoryPercent": 30}}
     encoding = next(role for role in ("encoder", "prefill", "decode") if role in found)
     return {
         role: item if role == encoding else _without("encoderCache")(item)

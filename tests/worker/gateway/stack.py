@@ -74,6 +74,7 @@ async def started(
     drain_timeout: float = 5.0,
     runner: str = "checksum",
     trace_ratio: float = 0.0,
+    max_lent: int = 0,
     **delays: float,
 ) -> AsyncIterator[Worker]:
     """A worker that is ready."""
@@ -91,6 +92,7 @@ async def started(
         delays=delays,
         runner=runner,
         trace_ratio=trace_ratio,
+        max_lent_requests=max_lent,
     )
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with worker(settings, stopping=never) as server:

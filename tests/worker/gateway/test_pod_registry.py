@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 
 import pytest
 from worker.server.serving import serving
@@ -46,6 +47,30 @@ async def test_a_report_that_does_not_know_of_ours_yet_hides_none(peer: PodConne
         peer.report(_load(num_inflight=0))
         assert _counted(peer) == 2
     assert _counted(peer) == 0
+
+
+async def test_lent_requests_and_images_count_before_and_after_a_report(
+    peer: PodConnection,
+) -> None:
+    registry = Registry(served_name="m")
+    registry.peers["a"] = peer
+    with contextlib.ExitStack() as mine:
+        mine.enter_context(registry.borrows("a"))
+        mine.enter_context(registry.encodes("a", 3))
+        assert _lending(peer) == (0, 1, 3), "no report yet: it lends nothing"
+        load = dataclasses.replace(_load(num_inflight=0), max_lent=4, num_lent=2, num_images=4)
+        peer.report(load)
+        assert _lending(peer) == (4, 2, 4)
+    assert _lending(peer) == (4, 1, 1), "those of others"
+    with registry.borrows("unknown"), registry.encodes("unknown", 1):
+        assert _lending(peer) == (4, 1, 1)
+    assert registry.num_lent_total == 1
+
+
+def _lending(peer: PodConnection) -> tuple[int, int, int]:
+    candidate = peer.candidate
+    assert candidate is not None
+    return candidate.max_lent, candidate.num_lent, candidate.num_images
 
 
 def _counted(peer: PodConnection) -> int:

@@ -56,6 +56,23 @@ async def test_every_topology_answers_as_the_model_alone_and_gives_everything_ba
             await worker.until_idle(seconds=5)
 
 
+async def test_an_encoder_that_lends_answers_text_while_it_encodes_for_others(
+    driver: Driver,
+) -> None:
+    flags = "--stages=encoder,prefill,decode", "--max-lent-requests=2"
+    async with started("encoder", *flags) as e, started("decode", "--stages=prefill,decode") as d:
+        own = {"encoder": e.address, "prefill": d.address, "decode": d.address}
+        lent = dict.fromkeys(own, e.address)
+        many = list(prompts(driver).items()) * 3
+        answers = await asyncio.gather(
+            *(driver.answer(prompt, **(own if prompt.images else lent)) for _, prompt in many)
+        )
+        for (name, prompt), answer in zip(many, answers, strict=True):
+            assert answer.token_ids == expected(driver, prompt), name
+        for worker in (e, d):
+            await worker.until_idle(seconds=5)
+
+
 async def test_requests_that_run_together_answer_as_they_do_alone(driver: Driver) -> None:
     async with started("encoder") as e, started("prefill") as p, started("decode") as d:
         wanted = {name: expected(driver, prompt) for name, prompt in prompts(driver).items()}

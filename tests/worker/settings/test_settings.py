@@ -105,6 +105,15 @@ def test_the_bound_of_waiting_requests_holds_for_all_that_serve_starts() -> None
     assert usual.worker.queues.max_waiting == worker.queues.max_waiting
 
 
+def test_an_encoder_that_lends_bounds_its_requests_and_its_kv() -> None:
+    flags = ["encoder", "--model=m", "--served-name=s", "--stages=encoder,prefill,decode"]
+    off, lending = parse(flags, {}), parse([*flags, "--max-lent-requests=4"], {})
+    assert isinstance(off, WorkerSettings)
+    assert isinstance(lending, WorkerSettings)
+    assert (off.max_requests, off.compute.kv_memory_percent) == (256, None)
+    assert (lending.max_requests, lending.compute.kv_memory_percent) == (4, 30)
+
+
 def test_delays_are_seconds_by_stage() -> None:
     flags = ["--inject-delay-ms=encode=300", "--inject-delay-ms=kv_transfer=20"]
     settings = parse(["encoder", *CONTRACT_WORKER, *flags], {})
@@ -133,6 +142,19 @@ WRONG = {
     "a part without type": (["decode", *CONTRACT_WORKER, "--weights=head=int8,int8"], "'int8'"),
     "a part twice": (
         ["decode", *CONTRACT_WORKER, "--weights=head=int8,head=auto"], "head is given twice"
+    ),
+    "a decode worker that lends": (
+        ["decode", *CONTRACT_WORKER, "--max-lent-requests=4"], "only of an encoder"
+    ),
+    "an encoder that lends a stage it lacks": (
+        ["encoder", *CONTRACT_WORKER, "--max-lent-requests=4"], "--stages=encoder,prefill,decode"
+    ),
+    "too much KV to lend": (
+        [
+            "encoder", "--model=m", "--served-name=s", "--stages=encoder,prefill,decode",
+            "--max-lent-requests=4", "--kv-memory-percent=31",
+        ],
+        "--kv-memory-percent: at most 30",
     ),
     "an unknown delay": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=nap=3"], "kv_transfer"),
     "a delay too long": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=media=99999"], "60000"),
@@ -217,6 +239,13 @@ def settings_of(cls: type[T], **given: st.SearchStrategy[Any]) -> st.SearchStrat
 def test_a_worker_reads_its_settings_from_the_flags_that_write_them(want: WorkerSettings) -> None:
     own = Stage(want.role.value)
     want = dataclasses.replace(want, stages=want.stages | {own}, model=ModelSource("/m"))
+    num_lent = want.max_lent_requests if want.role is Role.ENCODER else 0
+    want = dataclasses.replace(want, max_lent_requests=num_lent)
+    if num_lent:
+        percent = 30 if want.compute.kv_memory_bytes is None else None
+        compute = dataclasses.replace(want.compute, kv_memory_percent=percent)
+        changes = {"stages": frozenset(Stage), "compute": compute, "max_requests": num_lent}
+        want = dataclasses.replace(want, **changes)
     assert parse([want.role.value, *to_argv(want)], {}) == want
 
 

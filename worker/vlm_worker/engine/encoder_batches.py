@@ -83,6 +83,11 @@ class EncoderQueue:
         return len(self._queue)
 
     @property
+    def num_unencoded(self) -> int:
+        """Images in the queue and in the current overlapped batch."""
+        return len(self) + (0 if self._async_batch is None else len(self._async_batch[0]))
+
+    @property
     def async_encode_started(self) -> float | None:
         """When the current overlapped batch began; None if there is none."""
         return None if self._async_batch is None else self.batch_started

@@ -39,6 +39,8 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         kv_visual_percent: share of the cached KV blocks that visual ones may have before the oldest
             visual one is evicted first (law K9 of `core.kv_cache`).
+        images_first: steps wait for images (`docs/decisions/0038`). Statistics of the queued work
+            then count images alone.
         whole_images: attention inside an image is bidirectional in this family, so that a chunk of
             prefill never cuts an image.
         stuck_step_seconds: a step that takes longer makes the engine unhealthy.
@@ -57,6 +59,7 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
     max_unread_percent: int = 50
     watermark_percent: int = 2
     kv_visual_percent: int = 100
+    images_first: bool = False
     whole_images: bool = False
     stuck_step_seconds: float = 60.0
     max_step_failures: int = 3
@@ -182,7 +185,8 @@ class EngineStats:
     encoder queue, pinned embeddings. An engine with 0 is empty. `held_embedding_bytes` counts the
     embeddings that are queued or held for peers; its limit is `max_held_embedding_bytes`. `busy` is
     the computed work and its duration. `kv_request_bytes` are histograms of the KV bytes of ended
-    answers, by modality.
+    answers, by modality. `num_unencoded_images` counts the queued images and those of the current
+    batch. `lent_queued_seconds` is the queued work of prompts if images go first, else 0.
     """
 
     inflight: int = 0
@@ -190,11 +194,13 @@ class EngineStats:
     num_waiting: int = 0
     queue: QueueStats = QueueStats()
     num_waiting_images: int = 0
+    num_unencoded_images: int = 0
     num_held: int = 0
     num_pinned_embeddings: int = 0
     held_embedding_bytes: int = 0
     max_held_embedding_bytes: int = 0
     work_queued_seconds: float = 0.0
+    lent_queued_seconds: float = 0.0
     work_admitted_seconds_total: float = 0.0
     kv: KVStats | None = None
     encoder_cache: EncoderCacheStats = EncoderCacheStats()

@@ -1,6 +1,7 @@
 """Everything that the engine thread owns, and one turn of it.
 
 turn:  a batch of images (`encoder_batches`) -> a step of the language model (`step_loop`)
+       with `images_first`, no step while images are left, apart from one every MAX_YIELD_SECONDS
 idle:  resources that were not freed (`check_idle`)        any time:  statistics (`snapshot`)
 """
 
@@ -39,6 +40,10 @@ from vlm_worker.wire.messages import CancelOutcome
 
 logger = logging.getLogger(__name__)
 
+MAX_YIELD_SECONDS: Final = 1.0
+"""Steps wait no longer for images, so that a stream of images stops no answer. A step takes tens
+of milliseconds, so images lose a few percent of their time to it."""
+
 
 class State:
     """Images, sequences and steps of one runner. Engine thread only."""
@@ -60,6 +65,7 @@ class State:
         self.sequences = Sequences(self.context, positions, self.prompt_embeddings)
         self.step_loop = StepLoop(self.context, self.sequences, self.prompt_embeddings)
         self.num_violations = 0
+        self._yields_since: float | None = None
         self._settings = settings
         self._clock = clock
 
@@ -78,10 +84,27 @@ class State:
         is_read = self.encode_requests.reads.turn()
         if len(self.encode_requests.queue):
             self.events.flush()
+        decoding = self.sequences.batch.decode_rows.size > 0
+        # A step that waits for images needs no short encoder calls.
         encoded = self.encode_requests.queue.turn(
-            decoding=self.sequences.batch.decode_rows.size > 0
+            decoding=decoding and not self._settings.images_first
         )
+        if self._settings.images_first and self._yields():
+            return encoded or is_read
         return self.step_loop.turn() or encoded or is_read
+
+    def _yields(self) -> bool:
+        """Whether this turn runs no step because images are left to encode."""
+        if not self.encode_requests.queue.num_unencoded:
+            self._yields_since = None
+            return False
+        now = self._clock()
+        if self._yields_since is None:
+            self._yields_since = now
+        if now - self._yields_since < MAX_YIELD_SECONDS:
+            return True
+        self._yields_since = now
+        return False
 
     def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
         if not self.attempts.has_ended(key):  # an embedding that arrives late is dropped
@@ -149,20 +172,27 @@ class State:
     def snapshot(self) -> EngineStats:
         sequences, encode_requests, step_loop = self.sequences, self.encode_requests, self.step_loop
         queued_tokens = sequences.scheduler.waiting.num_tokens
-        queued_seconds = sequences.predict(queued_tokens) + encode_requests.queue.seconds
+        prompt_seconds, started_seconds = (
+            sequences.predict(queued_tokens),
+            step_loop.admitted_seconds,
+        )
+        lent_seconds = 0.0
+        if self._settings.images_first:  # the autoscaler sizes a pool that lends by its images
+            prompt_seconds, started_seconds, lent_seconds = 0.0, 0.0, prompt_seconds
         return EngineStats(
             inflight=len(self.attempts.by_key),
             num_running=len(sequences.batch),
             num_waiting=len(sequences.scheduler.waiting),
             num_waiting_images=len(encode_requests.queue),
+            num_unencoded_images=encode_requests.queue.num_unencoded,
             num_held=sequences.num_held,
             num_pinned_embeddings=encode_requests.held.count,
             held_embedding_bytes=encode_requests.held.num_bytes,
             max_held_embedding_bytes=self._settings.embedding_cache_bytes,
             queue=self._queue_stats(),
-            work_queued_seconds=queued_seconds,
-            work_admitted_seconds_total=step_loop.admitted_seconds
-            + encode_requests.queue.admitted_seconds,
+            work_queued_seconds=prompt_seconds + encode_requests.queue.seconds,
+            lent_queued_seconds=lent_seconds,
+            work_admitted_seconds_total=started_seconds + encode_requests.queue.admitted_seconds,
             kv=_kv_stats(sequences.pool, queued_tokens),
             encoder_cache=_encoder_cache_stats(encode_requests.cache, encode_requests.reads.stats),
             requests=sequences.num_requests,

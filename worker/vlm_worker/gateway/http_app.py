@@ -129,7 +129,9 @@ class Pages:
     async def metrics(self, _: Request) -> HttpResponse:
         context = self._context
         text = context.meters.exposition(
-            num_inflight=context.num_inflight, accepting=not context.draining
+            num_inflight=context.num_inflight,
+            accepting=not context.draining,
+            num_lent=context.registry.num_lent_total,
         )
         return HttpResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -121,9 +121,9 @@ class GatewayMetrics:
             "visual_tokens_per_image_request": mean,
         }
 
-    def exposition(self, *, num_inflight: int, accepting: bool) -> bytes:
+    def exposition(self, *, num_inflight: int, accepting: bool, num_lent: int = 0) -> bytes:
         registry = CollectorRegistry()
-        registry.register(_Page(self, num_inflight, accepting))
+        registry.register(_Page(self, num_inflight, accepting, num_lent))
         text: bytes = generate_latest(registry)
         return text
 
@@ -214,6 +214,7 @@ class _Page(Collector):
     metrics: GatewayMetrics
     num_inflight: int
     accepting: bool
+    num_lent: int
 
     def collect(self) -> Iterable[Family]:
         yield from self.metrics.stages()
@@ -239,6 +240,8 @@ _METRICS: Final[tuple[Metric[_Page], ...]] = (
            lambda page: page.metrics.caches.num_known_tokens, label="stage"),
     Metric(metrics.KNOWN_CACHE_ENTRIES, GAUGE, "Digests known to be on pods.",
            lambda page: page.metrics.caches.num_entries),
+    Metric(metrics.LENT_REQUESTS_TOTAL, COUNTER, "Text-only attempts on encoders that lend.",
+           lambda page: page.num_lent),
     Metric(metrics.GATEWAY_REFUSED_TOTAL, COUNTER, "Requests refused, by limit.",
            lambda page: page.metrics.refusals, label="bound"),
     Metric(metrics.GATEWAY_MEMORY_BYTES, GAUGE, "Bytes that requests hold.",

@@ -48,6 +48,8 @@ class PodConnection:
         self.load: Load | None = None
         self.num_others = 0
         self.num_inflight = 0
+        self.num_lent = self.num_images = 0
+        self._others_lent = self._others_images = 0
         self.unused = asyncio.Event()
         self.unused.set()
         self.news = asyncio.Event()
@@ -59,6 +61,8 @@ class PodConnection:
         """Apply a load report. Requests beyond those of this gateway belong to other gateways."""
         self.load = load
         self.num_others = max(0, load.num_inflight - self.num_inflight)
+        self._others_lent = max(0, load.num_lent - self.num_lent)
+        self._others_images = max(0, load.num_images - self.num_images)
 
     @property
     def accepts(self) -> bool:
@@ -88,6 +92,9 @@ class PodConnection:
             num_waiting=load.num_waiting if load else 0,
             work_queued_seconds=load.work_queued_seconds if load else 0.0,
             kv_free_tokens=load.kv_free_tokens if load else hello.limits.kv_capacity_tokens,
+            max_lent=load.max_lent if load else 0,
+            num_lent=self.num_lent + self._others_lent,
+            num_images=self.num_images + self._others_images,
         )
 
 
@@ -113,6 +120,7 @@ class Registry:
         self._clock = clock
         self._held: Counter[Role] = Counter()
         self.num_waiting_for_wake = 0
+        self.num_lent_total = 0
         self.synced = False
         self._lost_at: dict[Stage, float] = {}
         self.peers: dict[str, PodConnection] = {}
@@ -165,6 +173,33 @@ class Registry:
             peer.num_inflight -= 1
             if peer.num_inflight == 0:
                 peer.unused.set()
+
+    @contextlib.contextmanager
+    def borrows(self, name: str) -> Iterator[None]:
+        """Count a text-only request on an encoder, before the encoder reports it."""
+        peer = self.peers.get(name)
+        if peer is None:  # the calls of the request raise PeerLostError
+            yield
+            return
+        self.num_lent_total += 1
+        peer.num_lent += 1
+        try:
+            yield
+        finally:
+            peer.num_lent -= 1
+
+    @contextlib.contextmanager
+    def encodes(self, name: str, num_images: int) -> Iterator[None]:
+        """Count the images that a pod has to encode, before the pod reports them."""
+        peer = self.peers.get(name)
+        if peer is None:
+            yield
+            return
+        peer.num_images += num_images
+        try:
+            yield
+        finally:
+            peer.num_images -= num_images
 
     @contextlib.contextmanager
     def held_for_pool(self, role: Role) -> Iterator[None]:

@@ -79,7 +79,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadReply(_message.Message):
-    __slots__ = ("num_inflight", "num_waiting", "work_queued_seconds", "kv_free_tokens", "kv_capacity_tokens", "accepting", "boot_id")
+    __slots__ = ("num_inflight", "num_waiting", "work_queued_seconds", "kv_free_tokens", "kv_capacity_tokens", "accepting", "boot_id", "max_lent", "num_lent", "num_images")
     NUM_INFLIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     WORK_QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,9 @@ class LoadReply(_message.Message):
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTING_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_IMAGES_FIELD_NUMBER: _ClassVar[int]
     num_inflight: int
     num_waiting: int
     work_queued_seconds: float
@@ -94,7 +97,10 @@ class LoadReply(_message.Message):
     kv_capacity_tokens: int
     accepting: bool
     boot_id: bytes
-    def __init__(self, num_inflight: _Optional[int] = ..., num_waiting: _Optional[int] = ..., work_queued_seconds: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., accepting: _Optional[bool] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+    max_lent: int
+    num_lent: int
+    num_images: int
+    def __init__(self, num_inflight: _Optional[int] = ..., num_waiting: _Optional[int] = ..., work_queued_seconds: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., accepting: _Optional[bool] = ..., boot_id: _Optional[bytes] = ..., max_lent: _Optional[int] = ..., num_lent: _Optional[int] = ..., num_images: _Optional[int] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "attempt")

@@ -219,6 +219,7 @@ def _engine(
             max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
             watermark_percent=settings.kv_reserve_percent,
             kv_visual_percent=settings.kv_visual_percent,
+            images_first=settings.max_lent_requests > 0,
             whole_images=loaded.family.spec.bidirectional_spans,
             strict=settings.strict,
             max_image_tokens=min(largest, max_model_len),

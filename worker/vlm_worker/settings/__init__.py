@@ -20,6 +20,7 @@ from vlm_worker.settings.options import MAX_PORT, add_options, read
 from vlm_worker.settings.values import (
     CHOSEN_BY_SERVE,
     HF_PREFIX,
+    MAX_LENT_KV_PERCENT,
     SERVE_DRAIN_SECONDS,
     AdmissionPolicy,
     AdmissionSettings,
@@ -106,7 +107,24 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     worker = read(WorkerSettings, args, role=Role(args.command), **common, **ports)
     if worker.stages and own not in worker.stages:
         fail(f"--stages: must name {args.command} itself, it is this role's own stage")
-    return dataclasses.replace(worker, stages=worker.stages or frozenset({own}))
+    worker = dataclasses.replace(worker, stages=worker.stages or frozenset({own}))
+    return _lending(worker, fail) if worker.max_lent_requests else worker
+
+
+def _lending(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> WorkerSettings:
+    """The settings of an encoder that answers text-only requests (`docs/decisions/0038`)."""
+    if worker.role is not Role.ENCODER or worker.stages != frozenset(Stage):
+        fail("--max-lent-requests: only of an encoder with --stages=encoder,prefill,decode")
+    compute = worker.compute
+    if compute.kv_memory_bytes is None:
+        percent = compute.kv_memory_percent or MAX_LENT_KV_PERCENT
+        if percent > MAX_LENT_KV_PERCENT:
+            fail(
+                f"--kv-memory-percent: at most {MAX_LENT_KV_PERCENT} with --max-lent-requests, so "
+                "that images keep their memory"
+            )
+        compute = dataclasses.replace(compute, kv_memory_percent=percent)
+    return dataclasses.replace(worker, compute=compute, max_requests=worker.max_lent_requests)
 
 
 def _serve(args: argparse.Namespace, common: Mapping[str, Any]) -> ServeSettings:

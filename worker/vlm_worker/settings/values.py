@@ -34,6 +34,8 @@ HF_PREFIX: Final = "hf://"
 S3_PREFIX: Final = "s3://"
 MAX_IMAGES: Final = 64
 """Maximum images of a request: as many as a worker accepts in one call."""
+MAX_LENT_KV_PERCENT: Final = 30
+"""Maximum share for the KV of an encoder that lends: images keep the rest (decision 0038)."""
 MIN_MEMORY_BYTES: Final = 128 << 20
 """Minimum memory of a gateway: two bodies of the largest size, of two tenants, each with a copy."""
 SHARED_MEMORY_DIR: Final = Path("/dev/shm")  # noqa: S108  files in it have random names
@@ -42,7 +44,7 @@ SERVE_DRAIN_SECONDS: Final = 5.0
 CHOSEN_BY_SERVE: Final = frozenset({
     "--model", "--bind", "--grpc-port", "--data-port", "--announced-data-port", "--http-port",
     "--stages", "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
-    "--patience-seconds", "--identity-dir",
+    "--patience-seconds", "--identity-dir", "--max-lent-requests",
 })  # fmt: skip
 
 
@@ -355,6 +357,8 @@ class WorkerSettings(ProcessSettings):
         announced_data_port: if set, consumers reach `data_port` there.
         scaled_jpeg: all workers of a service must agree on it.
         kv_reserve_percent: share of the KV blocks that admission leaves free for growth.
+        max_lent_requests: replaces `max_requests` if it is not 0, and bounds the default KV memory
+            to `MAX_LENT_KV_PERCENT`.
         runner: `checksum` replaces the model by arithmetic, for fault tests.
         transport: used between workers that both have it.
         exposed_memory_bytes: maximum memory that peers may read at a time.
@@ -384,6 +388,12 @@ class WorkerSettings(ProcessSettings):
         "first",
     )
     max_requests: int = option("--max-requests", at_least(1), 256, "running at once")
+    max_lent_requests: int = option(
+        "--max-lent-requests",
+        at_least(0),
+        0,
+        "text-only ones that an encoder with all stages answers at once, after its images",
+    )
     max_batched_tokens: int = option("--max-batched-tokens", at_least(16), 2048, "of a step")
     queues: QueueSettings = group(QueueSettings)
     request_memory_bytes: int | None = option(

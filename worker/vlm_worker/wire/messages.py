@@ -99,7 +99,11 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a worker. `kv_free_tokens` counts free and evictable blocks, in tokens."""
+    """The load of a worker. `kv_free_tokens` counts free and evictable blocks, in tokens.
+
+    An encoder that lends answers up to `max_lent` text-only requests at once, and has `num_lent`
+    of them and `num_images` images to encode. All three are 0 on a worker that does not lend.
+    """
 
     num_inflight: int
     num_waiting: int
@@ -108,6 +112,9 @@ class Load:
     kv_capacity_tokens: LargeCount
     accepting: bool
     boot_id: BootId
+    max_lent: int = 0
+    num_lent: int = 0
+    num_images: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -88,8 +88,10 @@ class Attempt:
 
         All its calls have ended when it returns or raises.
         """
-        with self.pods:
+        with self.pods, contextlib.ExitStack() as borrowed:
             try:
+                if self._route.lent is not None:
+                    borrowed.enter_context(self._registry.borrows(self._route.lent.pod.name))
                 if self._route.decode is not None:
                     # count it before other requests choose a route, so that they spread
                     self.pods.client(self._route.decode.pod)
@@ -122,7 +124,8 @@ class Attempt:
         await self._prefill(request, sources)
 
     async def _encode_images(self, encoding: Encoding, choice: Choice) -> None:
-        with self.pods.record_failure(choice.pod):
+        encodes = self._registry.encodes(choice.pod.name, len(self._prepared.images))
+        with encodes, self.pods.record_failure(choice.pod):
             await encoding.run(self.pods.client(choice.pod))
         self.pods.record_held(choice.pod, encoding.encoded())
 

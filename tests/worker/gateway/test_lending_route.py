@@ -1,0 +1,175 @@
+"""Which requests an encoder answers whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worker.gateway.candidates import IMAGE, TEXT, D, E, P, decode, encoder, names, pod, prefill
+
+from vlm_worker.route import (
+    LENDING_MARGIN_SECONDS,
+    Candidate,
+    Demand,
+    NoRoute,
+    Route,
+    another_decode,
+    choose,
+    missing_stages,
+)
+from vlm_worker.types import Role, Stage
+
+
+def lender(
+    name: str = "e", stages: Iterable[Stage] = (E, P, D), max_lent: int = 2, **changes: object
+) -> Candidate:
+    return pod(name, Role.ENCODER, stages, max_lent=max_lent, **changes)
+
+
+BUSY = {"work_queued_seconds": 1.0}
+
+
+def test_an_idle_encoder_answers_text_whole_if_the_decode_pods_are_busy() -> None:
+    for demand in (TEXT, dataclasses.replace(TEXT, needs_decode=False)):
+        route = choose([lender(), prefill(**BUSY), decode()], demand)
+        assert isinstance(route, Route)
+        assert {pod.name for pod in route.pods} == {"e"}
+        assert route.lent is not None
+        assert "saves 1.000 s" in route.lent.reason
+        assert not route.reserve
+
+
+@pytest.mark.parametrize(
+    ("waits", "lent"), [(0.0, False), (0.02, False), (0.021, True), (5.0, True)]
+)
+def test_a_request_is_lent_if_it_saves_more_than_the_margin(waits: float, lent: bool) -> None:
+    pods = [lender(), prefill(), decode(work_queued_seconds=waits)]
+    route = choose(pods, TEXT)
+    assert isinstance(route, Route)
+    assert (route.lent is not None) is lent
+
+
+@pytest.mark.parametrize(
+    "pods",
+    [
+        pytest.param([prefill(), decode(kv_free_tokens=0)], id="decode pods without free KV"),
+        pytest.param([prefill()], id="no decode pod"),
+    ],
+)
+def test_text_that_would_be_held_is_lent(pods: list[Candidate]) -> None:
+    route = choose([lender(), *pods], TEXT)
+    assert isinstance(route, Route)
+    assert route.lent is not None
+    assert "no decode pod takes it now" in route.lent.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_images": 1},
+        {"num_lent": 2},
+        {"accepting": False},
+        {"ready": False},
+        {"kv_free_tokens": 99},
+        {"work_queued_seconds": 0.985},
+        {"stages": frozenset({E})},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_an_encoder_that_has_no_room_or_images_gets_no_text(changes: dict[str, object]) -> None:
+    assert names(choose([lender(**changes), prefill(**BUSY), decode()], TEXT)) == (None, "p", "d")
+
+
+def test_an_encoder_that_refused_a_request_is_not_asked_again() -> None:
+    pods = [lender(), prefill(**BUSY), decode()]
+    assert names(choose(pods, TEXT, failed=frozenset({b"e"}))) == (None, "p", "d")
+
+
+def test_a_lender_never_decodes_what_another_pod_prefilled() -> None:
+    pods = [lender(), prefill(), decode()]
+    route = choose(pods, TEXT)
+    assert isinstance(route, Route)
+    assert another_decode(pods, TEXT, route, frozenset({b"d"})) is None
+
+
+def test_lent_stages_do_not_make_a_service_ready() -> None:
+    assert missing_stages([lender()], frozenset(Stage)) == [P, D]
+
+
+pods_of_a_service = st.lists(
+    st.builds(
+        lambda at, shape, seconds, changes: shape(f"{at}", work_queued_seconds=seconds, **changes),
+        st.integers(0, 99),
+        st.sampled_from([lender, encoder, prefill, decode]),
+        st.floats(0, 2),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "num_images": st.integers(0, 2),
+                "num_lent": st.integers(0, 3),
+                "accepting": st.booleans(),
+                "ready": st.booleans(),
+                "kv_free_tokens": st.sampled_from([0, 99, 100, 1000]),
+                "layout_fingerprint": st.sampled_from([b"kv", b"other"]),
+            },
+        ),
+    ),
+    max_size=6,
+    unique_by=lambda candidate: candidate.name,
+)
+demands = st.sampled_from([TEXT, IMAGE, dataclasses.replace(TEXT, needs_decode=False)])
+
+
+def without_lending(candidate: Candidate) -> Candidate:
+    """The same pod of a service that does not lend."""
+    if candidate.max_lent == 0:
+        return candidate
+    return dataclasses.replace(candidate, stages=frozenset({E}), layout_fingerprint=b"", max_lent=0)
+
+
+@given(pods_of_a_service, demands)
+def test_only_text_is_lent_and_only_to_encoders_without_images(
+    pods: list[Candidate], demand: Demand
+) -> None:
+    route = choose(pods, demand)
+    if isinstance(route, NoRoute) or not any(pod.lends for pod in route.pods):
+        return
+    if demand.image_digest:
+        assert not route.prefill.pod.lends
+        assert route.decode is None or not route.decode.pod.lends
+        return
+    (chosen,) = set(route.pods)
+    assert chosen.num_images == 0
+    assert chosen.num_lent < chosen.max_lent
+    assert chosen.accepting
+    own = choose([without_lending(pod) for pod in pods], demand)
+    if isinstance(own, Route) and all(pod.kv_free_tokens >= 100 for pod in own.pods):
+        waits = sum({pod.name: pod.work_queued_seconds for pod in own.pods}.values())
+        assert waits - chosen.work_queued_seconds > LENDING_MARGIN_SECONDS
+
+
+@given(pods_of_a_service, demands)
+def test_what_is_not_lent_takes_the_route_of_a_service_that_does_not_lend(
+    pods: list[Candidate], demand: Demand
+) -> None:
+    route, off = choose(pods, demand), choose([without_lending(pod) for pod in pods], demand)
+    if isinstance(route, NoRoute):
+        assert route == off
+    elif route.lent is None:
+        assert names(route) == names(off)
+
+
+@given(pods_of_a_service, demands, st.integers(0, 9), st.integers(0, 9))
+def test_the_counts_of_lending_change_no_route_while_no_pod_lends(
+    pods: list[Candidate], demand: Demand, num_images: int, num_lent: int
+) -> None:
+    off = [dataclasses.replace(pod, max_lent=0) for pod in pods]
+    counted = [dataclasses.replace(pod, num_images=num_images, num_lent=num_lent) for pod in off]
+    one, other = choose(off, demand), choose(counted, demand)
+    if isinstance(one, NoRoute):
+        assert one == other
+    else:
+        assert names(one) == names(other)
