@@ -34,6 +34,7 @@ def planned() -> TurnPlan:
     manifest["metadata"]["namespace"] = "ns"
     manifest["spec"]["stopped"] = False
     manifest["spec"]["model"].pop("cache")
+    manifest["spec"]["model"].pop("weights")
     manifest["spec"]["model"]["revision"] = "8f4592b9"
     manifest["spec"].pop("tracing")
     manifest["spec"].pop("identity")

@@ -29,7 +29,9 @@ from vlm_operator.names import Role
 
 OWNED_LABEL_DOMAINS = ("triptych.dev/", "app.kubernetes.io/")
 IDENTITY_PATH = "/var/run/triptych/identity"
-OWNED_MOUNTS = ("/models", "/tmp", "/etc/triptych", "/var/run/triptych")  # noqa: S108
+OWNED_MOUNTS = (
+    "/models", "/tmp", "/etc/triptych", "/var/run/triptych", "/embeddings",  # noqa: S108
+)  # fmt: skip
 OWNED_VOLUME_PREFIX = "triptych-"
 LIST_KEYS: Mapping[str, str] = {
     "containers": "name",
