@@ -191,9 +191,8 @@ def another_decode(
     candidates: Sequence[Candidate], demand: Demand, route: Route, refused: frozenset[bytes]
 ) -> Choice | None:
     """Another decode pod that is compatible with the rest of the route; None if all refused."""
-    others = [
-        c for c in candidates if c.ready and c.boot_id not in refused and c != route.prefill.pod
-    ]
+    unusable = refused | {route.prefill.pod.boot_id}  # its load has changed since it was chosen
+    others = [c for c in candidates if c.ready and c.boot_id not in unusable]
     choice = _decode(_Usable(tuple(others), frozenset()).agreeing(route.prefill.pod), demand)
     return None if isinstance(choice, NoRoute) else choice
 

@@ -121,6 +121,15 @@ def test_another_decode_agrees_with_the_prefill_that_is_settled() -> None:
     assert another_decode(pods, TEXT, route, frozenset({b"a", b"b"})) is None
 
 
+def test_another_decode_is_never_the_prefill_pod_whatever_its_load_is() -> None:
+    first = prefill(stages=(P, D))
+    route = choose([first, decode()], TEXT)
+    assert names(route) == (None, "p", "d")
+    assert isinstance(route, Route)
+    busier = dataclasses.replace(first, num_inflight=1)
+    assert another_decode([busier, decode()], TEXT, route, frozenset({b"d"})) is None
+
+
 def test_an_image_comes_home_until_its_home_is_busy() -> None:
     pods = [prefill(), decode(), *(encoder(f"e{i}") for i in range(3))]
     home = names(choose(pods, IMAGE))[0]
