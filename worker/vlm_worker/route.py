@@ -32,6 +32,8 @@ AFFINITY_SLACK_SECONDS = 0.5
 # An encoder answers a text-only request if that saves more than this wait. Load reports are up to a
 # second old, so a small difference says little, and the decode pods may have the prefix cached.
 LENDING_MARGIN_SECONDS = 0.02
+LENDING_MAX_LOST_SHARE = 0.5
+"""A request is not lent for a shorter wait if more of it would be computed again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Candidate:
         max_lent: text-only requests that an encoder answers at once; 0 if it does not lend.
         num_lent: such requests on it, of all gateways.
         num_images: images that an encoder which lends has to encode.
+        work_queued_seconds: of an encoder that lends, that of images alone.
+        lent_queued_seconds: the queued work of its lent requests.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Candidate:
     max_lent: int = 0
     num_lent: int = 0
     num_images: int = 0
+    lent_queued_seconds: float = 0.0
 
     @property
     def lends(self) -> bool:
@@ -78,9 +83,16 @@ class Candidate:
         return stage in self.stages and (stage is Stage.ENCODER or not self.lends)
 
     @property
+    def num_requests(self) -> int:
+        """Its load in requests. Lent ones do not count: images go first."""
+        if self.lends:
+            return max(0, self.num_inflight - self.num_lent) + self.num_images
+        return self.num_inflight + self.num_waiting
+
+    @property
     def pressure(self) -> tuple[float, int]:
         """Sort key of the load: seconds of queued work, then requests."""
-        return (self.work_queued_seconds, self.num_inflight + self.num_waiting)
+        return (self.work_queued_seconds, self.num_requests)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,8 +179,11 @@ def choose(
     lender = _lender(usable, demand)
     if lender is None:
         return route
-    saved = _wait(route, demand) - lender.work_queued_seconds
+    saved = _wait(route, demand) - lender.work_queued_seconds - lender.lent_queued_seconds
+    lost = _num_known(route) - demand.cached_prefix.get(lender.boot_id, 0)
     if saved <= LENDING_MARGIN_SECONDS:
+        return route
+    if saved < math.inf and lost > LENDING_MAX_LOST_SHARE * demand.num_tokens:
         return route
     reason = (
         "no decode pod takes it now" if saved == math.inf else f"saves {saved:.3f} s of waiting"
@@ -265,8 +280,9 @@ _ROLES_FOR = {
 
 
 def _lender(usable: _Usable, demand: Demand) -> Candidate | None:
-    """The encoder that may answer a whole request, the one with the least work; None if none may.
+    """The encoder that may answer a whole request; None if none may.
 
+    It is the one that holds most of the prompt, then the one with the least work.
     It has no image to encode, free KV blocks for the request, and fewer lent requests than it may.
     """
     if demand.image_digest:
@@ -282,7 +298,17 @@ def _lender(usable: _Usable, demand: Demand) -> Candidate | None:
         and c.num_lent < c.max_lent
         and c.kv_free_tokens >= demand.num_tokens
     )
-    return min(idle, key=lambda c: (c.pressure, c.name), default=None)
+
+    def order(pod: Candidate) -> tuple[int, float, int, str]:
+        num_cached = demand.cached_prefix.get(pod.boot_id, 0)
+        return (-num_cached, pod.lent_queued_seconds, pod.num_lent, pod.name)
+
+    return min(idle, key=order, default=None)
+
+
+def _num_known(route: Route | NoRoute) -> int:
+    """Tokens of the prompt that the pod of its prefill is known to hold."""
+    return route.prefill.num_cached if isinstance(route, Route) else 0
 
 
 def _wait(route: Route | NoRoute, demand: Demand) -> float:
@@ -332,7 +358,7 @@ def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
 
     def order(pod: Candidate) -> tuple[int, int, float, str]:
         full = 1 - pod.kv_free_tokens / max(1, pod.kv_capacity_tokens)
-        return (pod.num_inflight + pod.num_waiting, -prefix.on(pod), full, pod.name)
+        return (pod.num_requests, -prefix.on(pod), full, pod.name)
 
     pod = min(free or large, key=order)
     return Choice(pod, reason, last_resort, prefix.on(pod))
@@ -412,11 +438,13 @@ def _warmest(pods: Sequence[Candidate], cached: _Cached) -> Candidate | None:
     if not known:
         return None
     idle = _least_loaded(pods)
+    fewest = min(pods, key=lambda c: (c.num_requests, c.name))
 
-    def saves(pod: Candidate) -> float:
-        return max(0.0, (cached.on(pod) - cached.on(idle)) / max(1, cached.num_tokens))
+    def is_busy(pod: Candidate) -> bool:
+        saved = max(0, cached.on(pod) - cached.on(idle)) / max(1, cached.num_tokens)
+        return _is_busy(pod, idle, share=saved) or _is_busy(pod, fewest, share=saved)
 
-    warm = [pod for pod in known if not _is_busy(pod, idle, share=saves(pod))]
+    warm = [pod for pod in known if not is_busy(pod)]
     return max(warm, key=cached.order, default=None)
 
 
@@ -427,7 +455,6 @@ def _least_loaded(pods: Sequence[Candidate]) -> Candidate:
 def _is_busy(pod: Candidate, idle: Candidate, *, share: float = 1.0) -> bool:
     """Whether a pod has more to do than the least loaded one, beyond a share of the slack."""
     return (
-        pod.num_inflight + pod.num_waiting
-        > idle.num_inflight + idle.num_waiting + AFFINITY_SLACK_REQUESTS * share
+        pod.num_requests > idle.num_requests + AFFINITY_SLACK_REQUESTS * share
         or pod.work_queued_seconds > idle.work_queued_seconds + AFFINITY_SLACK_SECONDS * share
     )

@@ -94,7 +94,7 @@ async def test_the_decode_pods_answer_while_they_are_idle() -> None:
 
 async def test_a_worker_that_does_not_lend_reports_the_same_bytes_as_before() -> None:
     load = Load(1, 2, 0.5, 64, 128, True, bytes(16))
-    lends = dataclasses.replace(load, max_lent=2, num_lent=1, num_images=3)
+    lends = dataclasses.replace(load, max_lent=2, num_lent=1, num_images=3, lent_queued_seconds=0.5)
     wire = LOAD.encode(load).SerializeToString()
     assert {field.number for field, _ in LOAD.encode(load).ListFields()} == set(range(1, 8))
     assert LOAD.encode(lends).SerializeToString().startswith(wire)
@@ -102,3 +102,4 @@ async def test_a_worker_that_does_not_lend_reports_the_same_bytes_as_before() ->
     async with started(Role.ENCODER, ALL) as worker:
         reported = worker.components.load(worker.server.state)
         assert (reported.max_lent, reported.num_lent, reported.num_images) == (0, 0, 0)
+        assert reported.lent_queued_seconds == 0

@@ -74,13 +74,49 @@ def test_text_that_would_be_held_is_lent(pods: list[Candidate]) -> None:
         {"accepting": False},
         {"ready": False},
         {"kv_free_tokens": 99},
-        {"work_queued_seconds": 0.985},
+        {"lent_queued_seconds": 0.985},
         {"stages": frozenset({E})},
     ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_an_encoder_that_has_no_room_or_images_gets_no_text(changes: dict[str, object]) -> None:
     assert names(choose([lender(**changes), prefill(**BUSY), decode()], TEXT)) == (None, "p", "d")
+
+
+@pytest.mark.parametrize(
+    ("known", "lent"),
+    [({}, True), ({b"p": 50}, True), ({b"p": 51}, False), ({b"p": 90, b"e": 40}, True)],
+)
+def test_a_short_wait_is_no_reason_to_compute_most_of_a_prompt_again(
+    known: dict[bytes, int], lent: bool
+) -> None:
+    demand = dataclasses.replace(TEXT, cached_prefix=known)
+    route = choose([lender(), prefill(work_queued_seconds=0.4), decode()], demand)
+    assert isinstance(route, Route)
+    assert (route.lent is not None) is lent
+
+
+def test_text_that_would_be_held_is_lent_whatever_is_cached() -> None:
+    demand = dataclasses.replace(TEXT, cached_prefix={b"p": 99})
+    route = choose([lender(), prefill(), decode(kv_free_tokens=0)], demand)
+    assert isinstance(route, Route)
+    assert route.lent is not None
+
+
+def test_of_two_lenders_the_one_with_the_prefix_gets_the_next_turn() -> None:
+    demand = dataclasses.replace(TEXT, cached_prefix={b"f": 64})
+    lenders = [lender("e"), lender("f", lent_queued_seconds=0.1)]
+    assert names(choose([*lenders, prefill(**BUSY), decode()], demand)) == (None, "f", "f")
+
+
+def test_lent_text_moves_no_image_from_its_home() -> None:
+    for home in ("e", "f"):
+        demand = dataclasses.replace(IMAGE, cached_images={home.encode(): 1}, num_image_tokens=1)
+        loads = {"num_inflight": 8, "num_lent": 8, "lent_queued_seconds": 9.0}
+        lenders = [
+            lender(name, max_lent=8, **(loads if name == home else {})) for name in ("e", "f")
+        ]
+        assert names(choose([*lenders, prefill(), decode()], demand)) == (home, "p", "d")
 
 
 def test_an_encoder_that_refused_a_request_is_not_asked_again() -> None:
@@ -110,6 +146,8 @@ pods_of_a_service = st.lists(
             optional={
                 "num_images": st.integers(0, 2),
                 "num_lent": st.integers(0, 3),
+                "num_inflight": st.integers(0, 9),
+                "lent_queued_seconds": st.floats(0, 2),
                 "accepting": st.booleans(),
                 "ready": st.booleans(),
                 "kv_free_tokens": st.sampled_from([0, 99, 100, 1000]),
@@ -127,7 +165,14 @@ def without_lending(candidate: Candidate) -> Candidate:
     """The same pod of a service that does not lend."""
     if candidate.max_lent == 0:
         return candidate
-    return dataclasses.replace(candidate, stages=frozenset({E}), layout_fingerprint=b"", max_lent=0)
+    return dataclasses.replace(
+        candidate,
+        stages=frozenset({E}),
+        layout_fingerprint=b"",
+        max_lent=0,
+        num_inflight=max(0, candidate.num_inflight - candidate.num_lent),
+        num_waiting=candidate.num_images,
+    )
 
 
 @given(pods_of_a_service, demands)
@@ -148,7 +193,8 @@ def test_only_text_is_lent_and_only_to_encoders_without_images(
     own = choose([without_lending(pod) for pod in pods], demand)
     if isinstance(own, Route) and all(pod.kv_free_tokens >= 100 for pod in own.pods):
         waits = sum({pod.name: pod.work_queued_seconds for pod in own.pods}.values())
-        assert waits - chosen.work_queued_seconds > LENDING_MARGIN_SECONDS
+        queued = chosen.work_queued_seconds + chosen.lent_queued_seconds
+        assert waits - queued > LENDING_MARGIN_SECONDS
 
 
 @given(pods_of_a_service, demands)

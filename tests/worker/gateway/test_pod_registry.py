@@ -55,16 +55,45 @@ async def test_lent_requests_and_images_count_before_and_after_a_report(
     registry = Registry(served_name="m")
     registry.peers["a"] = peer
     with contextlib.ExitStack() as mine:
-        mine.enter_context(registry.borrows("a"))
+        mine.enter_context(registry.borrows("a", num_tokens=100))
         mine.enter_context(registry.encodes("a", 3))
         assert _lending(peer) == (0, 1, 3), "no report yet: it lends nothing"
         load = dataclasses.replace(_load(num_inflight=0), max_lent=4, num_lent=2, num_images=4)
         peer.report(load)
         assert _lending(peer) == (4, 2, 4)
     assert _lending(peer) == (4, 1, 1), "those of others"
-    with registry.borrows("unknown"), registry.encodes("unknown", 1):
+    with registry.borrows("unknown", num_tokens=1), registry.encodes("unknown", 1):
         assert _lending(peer) == (4, 1, 1)
     assert registry.num_lent_total == 1
+
+
+async def test_a_burst_of_lent_requests_is_counted_against_free_kv_until_it_is_reported(
+    peer: PodConnection,
+) -> None:
+    registry = Registry(served_name="m")
+    registry.peers["a"] = peer
+    peer.report(dataclasses.replace(_load(num_inflight=0), kv_free_tokens=250, max_lent=4))
+
+    def free() -> int:
+        assert peer.candidate is not None
+        return peer.candidate.kv_free_tokens
+
+    with registry.borrows("a", num_tokens=100), registry.borrows("a", num_tokens=100):
+        assert free() == 50
+        peer.report(dataclasses.replace(_load(num_inflight=2), kv_free_tokens=40, max_lent=4))
+        assert free() == 40
+
+
+async def test_an_encoder_serves_images_alone_until_it_has_reported_what_it_lends(
+    peer: PodConnection,
+) -> None:
+    assert peer.hello is not None
+    peer.hello = dataclasses.replace(peer.hello, role=Role.ENCODER, stages=frozenset(Stage))
+    assert peer.candidate is not None
+    assert peer.candidate.stages == {Stage.ENCODER}
+    peer.report(dataclasses.replace(_load(num_inflight=0), max_lent=4))
+    assert peer.candidate.stages == frozenset(Stage)
+    assert not peer.candidate.serves(Stage.DECODE)
 
 
 def _lending(peer: PodConnection) -> tuple[int, int, int]:

@@ -50,6 +50,7 @@ class PodConnection:
         self.num_inflight = 0
         self.num_lent = self.num_images = 0
         self._others_lent = self._others_images = 0
+        self._unreported_tokens = 0  # of requests that were lent after the last report
         self.unused = asyncio.Event()
         self.unused.set()
         self.news = asyncio.Event()
@@ -61,6 +62,7 @@ class PodConnection:
         """Apply a load report. Requests beyond those of this gateway belong to other gateways."""
         self.load = load
         self.num_others = max(0, load.num_inflight - self.num_inflight)
+        self._unreported_tokens = 0
         self._others_lent = max(0, load.num_lent - self.num_lent)
         self._others_images = max(0, load.num_images - self.num_images)
 
@@ -76,11 +78,12 @@ class PodConnection:
         hello, load = self.hello, self.load
         if hello is None:
             return None
+        kv_free_tokens = load.kv_free_tokens if load else hello.limits.kv_capacity_tokens
         return Candidate(
             name=self.pod.name,
             address=self.pod.address,
             role=hello.role,
-            stages=hello.stages,
+            stages=self._stages(hello),
             boot_id=hello.boot_id,
             layout_fingerprint=hello.layout_fingerprint,
             embed_fingerprint=hello.embed_fingerprint,
@@ -91,11 +94,25 @@ class PodConnection:
             num_inflight=self.num_inflight + self.num_others,
             num_waiting=load.num_waiting if load else 0,
             work_queued_seconds=load.work_queued_seconds if load else 0.0,
-            kv_free_tokens=load.kv_free_tokens if load else hello.limits.kv_capacity_tokens,
+            kv_free_tokens=max(0, kv_free_tokens - self._unreported_tokens),
             max_lent=load.max_lent if load else 0,
             num_lent=self.num_lent + self._others_lent,
             num_images=self.num_images + self._others_images,
+            lent_queued_seconds=load.lent_queued_seconds if load else 0.0,
         )
+
+    def _stages(self, hello: Hello) -> frozenset[Stage]:
+        """The stages that it serves: an encoder's first load report says what the others are for.
+
+        Until then, an encoder that lends would be a pod of every stage.
+        """
+        is_unknown = self.load is None and hello.role is Role.ENCODER
+        return hello.stages & {Stage.ENCODER} if is_unknown else hello.stages
+
+    def lend(self, num_tokens: int) -> None:
+        """Count a text-only request of so many tokens."""
+        self.num_lent += 1
+        self._unreported_tokens += num_tokens
 
 
 class Registry:
@@ -175,18 +192,19 @@ class Registry:
                 peer.unused.set()
 
     @contextlib.contextmanager
-    def borrows(self, name: str) -> Iterator[None]:
+    def borrows(self, name: str, *, num_tokens: int) -> Iterator[None]:
         """Count a text-only request on an encoder, before the encoder reports it."""
         peer = self.peers.get(name)
         if peer is None:  # the calls of the request raise PeerLostError
             yield
             return
         self.num_lent_total += 1
-        peer.num_lent += 1
+        peer.lend(num_tokens)
         try:
             yield
         finally:
             peer.num_lent -= 1
+            self.waiters.notify()
 
     @contextlib.contextmanager
     def encodes(self, name: str, num_images: int) -> Iterator[None]:
@@ -298,9 +316,9 @@ class Registry:
                     load = await anext(loads, None)
                 if load is None or (peer.hello and load.boot_id != peer.hello.boot_id):
                     return
-                accepted = peer.accepts
+                before = peer.accepts, peer.load is None
                 peer.report(load)
-                if peer.accepts != accepted:
+                if before != (peer.accepts, False):
                     self.waiters.notify()
 
     def _lost(self, peer: PodConnection, error: Exception) -> None:

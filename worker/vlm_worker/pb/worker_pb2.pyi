@@ -79,7 +79,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadReply(_message.Message):
-    __slots__ = ("num_inflight", "num_waiting", "work_queued_seconds", "kv_free_tokens", "kv_capacity_tokens", "accepting", "boot_id", "max_lent", "num_lent", "num_images")
+    __slots__ = ("num_inflight", "num_waiting", "work_queued_seconds", "kv_free_tokens", "kv_capacity_tokens", "accepting", "boot_id", "max_lent", "num_lent", "num_images", "lent_queued_seconds")
     NUM_INFLIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     WORK_QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class LoadReply(_message.Message):
     MAX_LENT_FIELD_NUMBER: _ClassVar[int]
     NUM_LENT_FIELD_NUMBER: _ClassVar[int]
     NUM_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    LENT_QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     num_inflight: int
     num_waiting: int
     work_queued_seconds: float
@@ -100,7 +101,8 @@ class LoadReply(_message.Message):
     max_lent: int
     num_lent: int
     num_images: int
-    def __init__(self, num_inflight: _Optional[int] = ..., num_waiting: _Optional[int] = ..., work_queued_seconds: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., accepting: _Optional[bool] = ..., boot_id: _Optional[bytes] = ..., max_lent: _Optional[int] = ..., num_lent: _Optional[int] = ..., num_images: _Optional[int] = ...) -> None: ...
+    lent_queued_seconds: float
+    def __init__(self, num_inflight: _Optional[int] = ..., num_waiting: _Optional[int] = ..., work_queued_seconds: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., accepting: _Optional[bool] = ..., boot_id: _Optional[bytes] = ..., max_lent: _Optional[int] = ..., num_lent: _Optional[int] = ..., num_images: _Optional[int] = ..., lent_queued_seconds: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "attempt")

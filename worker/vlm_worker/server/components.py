@@ -129,7 +129,7 @@ class WorkerComponents:
         return Load(
             num_inflight=max(stats.inflight, self.context.num_inflight),
             num_waiting=stats.num_waiting + stats.num_waiting_images,
-            work_queued_seconds=stats.work_queued_seconds + stats.lent_queued_seconds,
+            work_queued_seconds=stats.work_queued_seconds,
             kv_free_tokens=stats.kv.free_tokens + stats.kv.cached_tokens if stats.kv else 0,
             kv_capacity_tokens=stats.kv.capacity_tokens if stats.kv else 0,
             accepting=state.accepting,
@@ -137,4 +137,5 @@ class WorkerComponents:
             max_lent=max_lent,
             num_lent=stats.num_running + stats.num_waiting + stats.num_held if max_lent else 0,
             num_images=stats.num_unencoded_images if max_lent else 0,
+            lent_queued_seconds=stats.lent_queued_seconds,
         )

@@ -101,8 +101,9 @@ class Hello:
 class Load:
     """The load of a worker. `kv_free_tokens` counts free and evictable blocks, in tokens.
 
-    An encoder that lends answers up to `max_lent` text-only requests at once, and has `num_lent`
-    of them and `num_images` images to encode. All three are 0 on a worker that does not lend.
+    An encoder that lends answers up to `max_lent` text-only requests at once. It has `num_lent` of
+    them, with `lent_queued_seconds` of queued work, and `num_images` images to encode. Its
+    `work_queued_seconds` are those of images. The first four are 0 on a worker that does not lend.
     """
 
     num_inflight: int
@@ -115,6 +116,7 @@ class Load:
     max_lent: int = 0
     num_lent: int = 0
     num_images: int = 0
+    lent_queued_seconds: Annotated[float, Between(0.0, float(an.MAX_COUNT))] = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
