@@ -147,6 +147,13 @@ class Route:
         return tuple(choice.pod for choice in choices if choice is not None)
 
     @property
+    def reasons(self) -> dict[str, str]:
+        """The pod of each stage and why it was chosen, for logs."""
+        choices = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
+        found = {stage: choice for stage, choice in choices.items() if choice is not None}
+        return {stage: f"{choice.pod.name}: {choice.reason}" for stage, choice in found.items()}
+
+    @property
     def lent(self) -> Choice | None:
         """The encoder that answers a text-only request; None if decode pods do."""
         return self.prefill if self.prefill.pod.lends else None

@@ -10,11 +10,13 @@ head       the logits; shares the table's weights or not ─┘
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.images import Sizing
+from vlm_operator.names import Role
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -86,6 +88,12 @@ def type_of(part: str, weights: str) -> str:
     if "=" not in weights:
         return weights
     return dict(item.split("=", 1) for item in weights.split(",")).get(part, "auto")
+
+
+def parts_of(stages: Collection[Role]) -> tuple[str, ...]:
+    """Return the parts that a worker with these stages loads."""
+    encodes, decodes = Role.ENCODER in stages, any(one is not Role.ENCODER for one in stages)
+    return ("encoder", "merger") * encodes + ("layers", "head") * decodes
 
 
 def check_weights(weights: str) -> None:

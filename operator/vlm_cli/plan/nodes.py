@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from vlm_cli.plan import capacity
 from vlm_cli.plan.capacity import DeviceMemory
-from vlm_cli.plan.facts import ModelFacts, type_of
+from vlm_cli.plan.facts import ModelFacts, parts_of, type_of
 from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.speed import Device, guess_device
 from vlm_operator.api import quantity
@@ -52,7 +52,9 @@ class Node:
             return f"the class does not accept the role {role}"
         if not self.has_accelerator and facts.dtype == "float16":
             return "the worker does not serve float16 on CPUs: --dtype=bfloat16"
-        if not self.has_accelerator and "int4" in weights:
+        if not self.has_accelerator and any(
+            type_of(part, weights) == "int4" for part in parts_of(stages)
+        ):
             return f"--weights={weights} needs a GPU"
         names_head = "=" in weights and type_of("head", weights) != "auto"
         if self.has_accelerator and facts.is_head_tied and names_head:

@@ -129,13 +129,14 @@ def demand_of(
     speeds = sum(pod.speed for pod, _ in loads)
     ratio = sum(pod.unit_seconds for pod, _ in loads) / speeds if speeds else 1.0
 
-    running = float(sum(last.running for last in samples))
-    reserved = float(sum(last.promised for last in samples))
-    inflight = sum(last.inflight for last in samples)
+    with_kv = [] if pool.role is Role.ENCODER else samples  # its KV is of text that is lent to it
+    running = float(sum(last.running for last in with_kv))
+    reserved = float(sum(last.promised for last in with_kv))
+    inflight = sum(last.inflight for last in with_kv)
     each = (running + reserved) / inflight if inflight else 0.0
-    awaited = sum(last.queued_tokens for last in samples) + held * each
+    awaited = sum(last.queued_tokens for last in with_kv) + held * each
     tokens, queued_tokens = running + flow * (reserved + awaited), flow * awaited
-    capacity = sum(last.capacity for last in samples)
+    capacity = sum(last.capacity for last in with_kv)
     sized_speed = sum(pod.speed for pod, last in loads if last.capacity > 0)
 
     works = bool(rate or queued or tokens or encode_rate or elsewhere)

@@ -162,6 +162,7 @@ class Pod:
     queued_tokens: int = 0
     inflight: int = 0
     capacity: int = 10_000
+    lends: bool = False  # an encoder with KV for text
     busy: dict[str, WorkCounters] = dataclasses.field(default_factory=dict)
     phase: str = "ready"
     created: float = NOW - 900
@@ -172,7 +173,7 @@ class Pod:
 
     def sample(self) -> Sample:
         """Its answer now."""
-        has_kv = self.role in (Role.PREFILL, Role.DECODE)
+        has_kv = self.lends or self.role in (Role.PREFILL, Role.DECODE)
         return sample(
             self.uid,
             self.role,

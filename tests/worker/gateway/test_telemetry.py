@@ -101,7 +101,10 @@ async def test_a_request_leaves_one_line_in_each_role_with_its_id() -> None:
     assert calls.keys() == {"Encode", "Prefill", "Decode"}
     assert {line["outcome"] for line in calls.values()} == {"ok"}
     assert all(0 <= float(line["seconds"]) < 60 for line in calls.values())
-    assert sum(line["message"] == "request" for line in own) == 1
+    (request,) = (line for line in own if line["message"] == "request")
+    (route,) = request["pods"]
+    assert route.keys() == {"encoder", "prefill", "decode"}
+    assert "home of the images" in route["encoder"]
     assert all(line in own for line in lines if line["message"] in ("call", "request"))
 
 

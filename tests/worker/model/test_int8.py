@@ -220,7 +220,12 @@ def test_embeddings_change_only_with_the_encoders_parts(weights: str, changes: b
 
 @pytest.mark.parametrize(
     ("stage", "weights"),
-    [(Stage.DECODE, "encoder=int8,merger=int8"), (Stage.ENCODER, "layers=int8,head=int8")],
+    [
+        (Stage.DECODE, "encoder=int8,merger=int8"),
+        (Stage.DECODE, "encoder=int4"),
+        (Stage.ENCODER, "layers=int8,head=int8"),
+        (Stage.ENCODER, "layers=int4"),
+    ],
 )
 def test_a_role_ignores_the_types_of_parts_that_it_does_not_load(
     stage: Stage, weights: str
@@ -229,6 +234,12 @@ def test_a_role_ignores_the_types_of_parts_that_it_does_not_load(
     loaded = load_model(SHAPES, (stage,), dtype="bfloat16", weights=weights)
     assert loaded.packing.num_int8_layers == 0
     assert loaded.weights_bytes == off.weights_bytes
+
+
+def test_parts_of_other_roles_need_no_bfloat16() -> None:
+    load_model(SHAPES, (Stage.ENCODER,), dtype="float32", weights="layers=int8")
+    with pytest.raises(ModelConfigError, match="needs --dtype=bfloat16"):
+        load_model(SHAPES, (Stage.DECODE,), dtype="float32", weights="layers=int8")
 
 
 @pytest.mark.parametrize("stage", [Stage.ENCODER, Stage.DECODE])

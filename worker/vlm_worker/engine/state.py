@@ -41,8 +41,9 @@ from vlm_worker.wire.messages import CancelOutcome
 logger = logging.getLogger(__name__)
 
 MAX_YIELD_SECONDS: Final = 1.0
-"""Steps wait no longer for images, so that a stream of images stops no answer. A step takes tens
-of milliseconds, so images lose a few percent of their time to it."""
+"""Steps wait no longer for images, so that a stream of images stops no answer. A decode step takes
+tens of milliseconds, so images lose a few percent of their time to it; a chunk of a prompt takes
+longer."""
 
 
 class State:

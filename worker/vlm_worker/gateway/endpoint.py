@@ -223,6 +223,7 @@ class Endpoint:
                 "reason": exchange.reason,
                 "num_output_tokens": choices.num_output_tokens if choices else 0,
                 "num_retries": choices.num_retries if choices else 0,
+                "pods": choices.routes if choices else [],
                 "seconds": self._context.clock() - exchange.arrived,
                 "ttft_seconds": ttft,
                 "wake_seconds": trace.wake_seconds if trace is not None else 0.0,
@@ -313,6 +314,11 @@ class Choices:
     @property
     def num_retries(self) -> int:
         return sum(generation.num_retries for generation in self._generations)
+
+    @property
+    def routes(self) -> list[dict[str, str]]:
+        """Pods and reasons of the last attempt at each choice that had one."""
+        return [one.route.reasons for one in self._generations if one.route is not None]
 
     async def run(self) -> None:
         """Generate all choices and end the response.

@@ -47,13 +47,15 @@ def pack(
     parameter = next(model.parameters())
     dtype, device = parameter.dtype, parameter.device
     try:
-        types = rounded_types(weights, spec.int8)
+        named = rounded_types(weights, spec.int8)
     except ValueError as error:
         raise ModelConfigError(f"--weights={weights}: {error}") from None
+    modules = _modules(model, spec)
+    types = {part: named[part] for part in named if _is_loaded(modules[part])}
     if types and gpu.serves(device):
         packing = Packing(backend="triton")
         for kind in sorted(set(types.values())):
-            parts = _rounded_parts(model, spec, types, kind)
+            parts = _of_type(modules, types, kind)
             packing = quantise_linears(model, parts, weights=kind, packing=packing)
         return _with_head(packing, model, spec, weights)
     if "int4" in types.values():
@@ -68,7 +70,7 @@ def pack(
                 f"triton and a C compiler on a GPU; this is {device.type}, "
                 f"{str(dtype).removeprefix('torch.')} and {'auto' if packed_weights else 'off'}"
             )
-        int8 = _rounded_parts(model, spec, types, "int8")
+        int8 = _of_type(modules, types, "int8")
         packing = pack_linears(model, int8=int8, progress=report)
         return _with_head(packing, model, spec, weights)
     if packed_weights and can_pack(dtype, device):
@@ -76,19 +78,26 @@ def pack(
     return Packing()
 
 
-def _rounded_parts(
-    model: Any, spec: FamilySpec, types: Mapping[Part, str], kind: str
-) -> list[nn.Module]:
-    """The loaded modules of the parts that have the type `kind`."""
+def _modules(model: Any, spec: FamilySpec) -> dict[Part, list[nn.Module]]:
+    """The modules of each part."""
     children = [getattr(model.model, name) for name in spec.encoder_children]
-    is_loaded = next(children[0].parameters(), None) is not None
-    merger = [model.model.get_submodule(spec.merger)] if is_loaded else []
-    modules: dict[Part, list[nn.Module]] = {
+    merger = [model.model.get_submodule(spec.merger)] if _is_loaded(children[:1]) else []
+    return {
         "encoder": _without(children, merger),
         "merger": merger,
         "layers": [getattr(model.model, name) for name in spec.lm_children],
         "head": [getattr(model, spec.head)],
     }
+
+
+def _is_loaded(modules: Sequence[nn.Module]) -> bool:
+    """Whether this role has loaded the part: parts that it has not have no parameters."""
+    return any(next(module.parameters(), None) is not None for module in modules)
+
+
+def _of_type(
+    modules: Mapping[Part, Sequence[nn.Module]], types: Mapping[Part, str], kind: str
+) -> list[nn.Module]:
     return [module for part in types if types[part] == kind for module in modules[part]]
 
 

@@ -100,6 +100,14 @@ def test_it_is_idle_without_images_while_prefill_could_encode():
     assert "too busy to encode" in need.message
 
 
+def test_text_that_is_lent_to_it_does_not_keep_it():
+    service = zero_service(encoder=1)
+    (encoder,) = service.of(Role.ENCODER)
+    encoder.lends, encoder.tokens, encoder.inflight = True, 9_000, 4
+    need = service.tick(5).needs[Role.ENCODER]
+    assert (need.idle, need.least_units, need.units) == (True, 0, 0)
+
+
 def test_silent_pods_never_send_it_to_zero():
     service = zero_service(encoder=1)
     (encoder,) = service.of(Role.ENCODER)

@@ -74,6 +74,7 @@ class Generation:
         self._ticket = ticket
         self._failed: set[bytes] = set()
         self.num_retries = 0
+        self.route: Route | None = None  # of the last attempt
         self.delivered = DeliveredTokens(emit)
 
     async def run(self) -> FinishReason:
@@ -90,7 +91,7 @@ class Generation:
             number += 1
             if len(self.delivered.token_ids) >= self._prepared.sampling.max_tokens:
                 return FinishReason.LENGTH
-            route = await self._routing.find(self._choose)
+            route = self.route = await self._routing.find(self._choose)
             self._registry.caches.count(route)
             attempt = Attempt(
                 self._prepared,
