@@ -114,6 +114,14 @@ def test_the_parts_never_exceed_the_device(facts, stages, weights, size):
     assert not (memory.missing and memory.kv)
 
 
+def test_a_cpu_refuses_int4_only_of_parts_that_it_loads():
+    cpu = next(node for node in nodes() if node.name == "cpu")
+    refusal = functools.partial(cpu.refusal, model("qwen"), (Role.ENCODER,), Role.ENCODER)
+    assert refusal(weights="layers=int4") is None
+    assert "needs a GPU" in (refusal(weights="merger=int4") or "")
+    assert "needs a GPU" in (refusal(weights="int4") or "")
+
+
 @given(facts=MODELS, kv_gib=st.integers(1, 100), num_tokens=st.integers(1, 4000))
 def test_int8_kv_nearly_doubles_concurrency(facts, kv_gib, num_tokens):
     """Not quite: each key and value of a head has a scale of 4 bytes, 3 % for heads of 128."""
