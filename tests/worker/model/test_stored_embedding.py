@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 from worker.checkpoints import make_checkpoint
 from worker.identity.families import random_questions
@@ -58,8 +59,9 @@ def test_every_reduction_of_a_stored_embedding_has_the_same_bits(
         stored = through_a_file(model, image, embedding)
         assert bytes(model.export_embedding(stored)) == bytes(model.export_embedding(embedding))
         for reduction in REDUCTIONS:
-            first = model.reduce_embedding(embedding, image.cells, reduction)
-            again = model.reduce_embedding(stored, image.cells, reduction)
+            asked = dataclasses.replace(image, reduction=reduction)
+            first = model.reduce_embedding(embedding, asked)
+            again = model.reduce_embedding(stored, asked)
             assert first is not None
             assert again is not None
             assert bytes(model.export_embedding(first)) == bytes(model.export_embedding(again))
@@ -71,9 +73,31 @@ def test_an_embedding_without_scores_is_stored_without_them(
     model, images = runner
     stored = through_a_file(model, images[0], encode(model, images[0], None))
     assert model.export_scores(stored).nbytes == 0
-    zipped, diverse = Reduction(Method.ZIP, 500), Reduction(Method.DIVERSE, 500)
-    assert model.reduce_embedding(stored, images[0].cells, zipped) is None
-    assert model.reduce_embedding(stored, images[0].cells, diverse) is not None
+    zipped, diverse = (
+        dataclasses.replace(images[0], reduction=Reduction(method, 500))
+        for method in (Method.ZIP, Method.DIVERSE)
+    )
+    assert model.reduce_embedding(stored, zipped) is None
+    assert model.reduce_embedding(stored, diverse) is not None
+
+
+def test_arrcoc_of_a_stored_embedding_needs_the_relevance_of_the_image(
+    runner: tuple[ModelRunner, list[PreparedImage]],
+) -> None:
+    model, images = runner
+    generator = np.random.default_rng(0)
+    for image in images:
+        relevance = generator.integers(0, 1 << 16, image.cells, np.uint16).tobytes()
+        bare = dataclasses.replace(image, reduction=Reduction(Method.ARRCOC, 500), relevance=b"")
+        asked = dataclasses.replace(bare, relevance=relevance)
+        embedding = encode(model, image, None)
+        first = model.reduce_embedding(embedding, asked)
+        stored = through_a_file(model, image, embedding)
+        assert model.reduce_embedding(stored, bare) is None
+        again = model.reduce_embedding(stored, asked)
+        assert first is not None
+        assert again is not None
+        assert bytes(model.export_embedding(first)) == bytes(model.export_embedding(again))
 
 
 def test_scores_of_another_number_or_without_values_are_refused(
