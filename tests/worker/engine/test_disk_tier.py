@@ -357,6 +357,20 @@ async def test_a_reduction_is_computed_from_the_whole_image_on_the_disk(
     assert one.engine.stats().encoder_cache.misses == 2
 
 
+@pytest.mark.parametrize("can_tell", [True, False])
+async def test_a_known_reduced_image_keeps_no_pin_on_the_whole_one(
+    tier: Any, *, can_tell: bool
+) -> None:
+    one: Tier = tier(embedding_cache_bytes=3 * SIZE)
+    await one.store(1, 2, 3, 4, resident=3)
+    one.runner.faults.unranked = 0 if can_tell else 1
+    image = dataclasses.replace(prepared_image(1), reduction=HALF)
+    assert await one.engine.pin_cached(key("a"), image) == can_tell
+    assert one.engine.stats().num_pinned_embeddings == can_tell
+    assert (await one.encode(image)).cache_hit
+    assert one.runner.batch_sizes == [1, 1, 1, 1]
+
+
 async def test_a_reduction_whose_file_is_bad_is_encoded(tier: Any, tmp_path: Path) -> None:
     one: Tier = tier()
     await one.store(1, 2)

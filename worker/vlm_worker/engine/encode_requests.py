@@ -119,7 +119,7 @@ class EncodeRequests:
                 entry = self._reduced.from_cache(image, key, counted=False)
         if entry is None or not entry.ready:
             return False
-        if all(pin.entry is not entry for pin in self._cached_pins(key)):
+        if all((pin.entry, pin.owner) != (entry, key) for pin in self._cached_pins(key)):
             pin = EmbeddingPin(entry, key, None, self._num_bytes(image), self)
             self._attempts.open(key).acquire(pin)
         return True
@@ -127,29 +127,46 @@ class EncodeRequests:
     def read_whole(
         self, key: RequestKey, image: PreparedImage, answer: Callable[[bool], None]
     ) -> None:
-        """Read a whole image from the disk into the cache, pinned for `key` as by `pin_cached`.
+        """Read a whole image from the disk into the cache, pinned until `unpin_whole`.
 
         `answer` gets whether it is in the cache: False at once if the disk does not have it.
         """
         image_key, num_tokens, now = image.image_key, image.num_tokens, self._clock()
+        owner = _reader(key, image)
         whole = self.cache.find(image_key, num_tokens=num_tokens, now=now)
         begins = whole is None and self.reads.has(image_key)
         if begins:
-            whole = self.cache.begin(image_key, key, num_tokens=num_tokens, counted=False)
+            whole = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False)
         elif whole is not None and self.reads.is_reading(whole):
-            self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
+            self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now, counted=False)
         else:
             answer(False)
             return
         assert whole is not None
-        if all(pin.entry is not whole for pin in self._cached_pins(key)):
-            # the whole of a reduced image is unpinned before the call holds anything for a peer
+        if all((pin.entry, pin.owner) != (whole, owner) for pin in self._cached_pins(key)):
+            # a reduced image's whole is unpinned before the call holds anything for a peer
             num_bytes = self._num_bytes(image) if image.reduction is None else 0
-            self._attempts.open(key).acquire(EmbeddingPin(whole, key, None, num_bytes, self))
+            self._attempts.open(key).acquire(EmbeddingPin(whole, owner, None, num_bytes, self))
         self._answers.append(answer)
         whole.waiters.append(lambda error: self._answer(answer, is_cached=error is None))
         if begins:  # `encode` will count the lookup
             self.reads.fill(whole, None, counted=False)
+
+    def pin_read(self, key: RequestKey, image: PreparedImage) -> bool:
+        """`pin_cached` after `read_whole`, which has read the image; includes `unpin_whole`."""
+        is_pinned = self.pin_cached(key, image)
+        self.unpin_whole(key, image)
+        return is_pinned
+
+    def unpin_whole(self, key: RequestKey, image: PreparedImage) -> None:
+        """Unpin what `read_whole` pinned for a reduced image; idempotent.
+
+        It is in no account, and a call lives long. If it is evicted, `encode` reads it again.
+        """
+        owner = _reader(key, image)
+        for pin in self._cached_pins(key):
+            if pin.owner == owner != key:
+                self._attempts.by_key[key].release(pin)
 
     def unpin_cached(self, key: RequestKey) -> None:
         for pin in self._cached_pins(key):
@@ -384,3 +401,8 @@ class EncodeRequests:
         except EngineError as error:  # an encoder pod runs no step that would detect a lost device
             self._context.device_errors.record(error)
             raise
+
+
+def _reader(key: RequestKey, image: PreparedImage) -> Hashable:
+    """The owner of the pin on a whole image that is read; of its own for a reduced image."""
+    return key if image.reduction is None else (key, image.kept_key)

@@ -98,10 +98,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         files: EmbeddingFiles | None = None,
     ) -> None:
-        self._files = files
-        self._runner = runner
-        self._settings = settings
-        self._clock = clock
+        self._runner, self._settings, self._clock, self._files = runner, settings, clock, files
         parts: dict[str, Any] = {"positions": positions, "clock": clock, "files": files}
         self._state = State(runner, settings=settings, send=self._send, **parts)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -192,9 +189,12 @@ class Engine:
         """
         if await self._call(lambda state: state.encode_requests.pin_cached(key, image)):
             return True
-        if self._files is None or not await self._read_whole(key, image):
+        if self._files is None:
             return False
-        return await self._call(lambda state: state.encode_requests.pin_cached(key, image))
+        if await self._read_whole(key, image):
+            return await self._call(lambda state: state.encode_requests.pin_read(key, image))
+        self._post(Command(lambda state: state.encode_requests.unpin_whole(key, image)))
+        return False
 
     async def _read_whole(self, key: RequestKey, image: PreparedImage) -> bool:
         """Read an image from the disk into memory, pinned for `key`; False if it is not there."""
