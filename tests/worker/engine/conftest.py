@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from worker.engine.disk_tier import SIZE, FaultyDirectory, Tier
 
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.engine import Engine
@@ -60,3 +62,22 @@ def until() -> Callable[..., Any]:
             await asyncio.sleep(0.001)
 
     return wait
+
+
+@pytest.fixture
+def tier(start: Any, until: Any, tmp_path: Path) -> Iterator[Callable[..., Tier]]:
+    """`tier(**settings)`, on the same directory each time; stop an engine before the next."""
+    gates = []
+
+    def make(*, wall_clock: Callable[[], float] = time.time, **settings: Any) -> Tier:
+        runner = ChecksumRunner()
+        directory = FaultyDirectory(tmp_path / "disk")
+        gates.append(directory.gate)
+        files = EmbeddingFiles(directory, runner.embed_layout, wall_clock=wall_clock)
+        defaults: dict[str, Any] = {"embedding_cache_bytes": SIZE, "max_image_tokens": 5}
+        engine = start(runner, files=files, **defaults | settings)
+        return Tier(engine, runner, directory, until)
+
+    yield make
+    for gate in gates:
+        gate.set()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worker.answers import kept_rows
+from worker.engine.disk_tier import HALF, SIZE, FaultyDirectory, Tier
 from worker.engine.encode_helpers import events, key, prepared_image
 
 from vlm_worker.core.embedding_file import file_name
@@ -23,90 +21,7 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemFailed, ItemReady
 from vlm_worker.errors import CancelledError, DrainingError, InvalidImageError
 from vlm_worker.reduction import Method, Reduction
-from vlm_worker.testing import ChecksumRunner, PlacedRows, embed
-from vlm_worker.types import PreparedImage
-
-SIZE = embed(prepared_image(0)).nbytes
-HALF = Reduction(Method.DIVERSE, 500)
-
-
-class FaultyDirectory(Directory):
-    """A directory whose calls wait for `gate`, and fail as told."""
-
-    def __init__(self, path: Path) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.num_reads = 0
-        self.write_error: OSError | None = None
-        self.read_error: OSError | None = None
-        super().__init__(path)
-
-    def read(self, name: str, max_bytes: int) -> tuple[bytearray, float]:
-        self.num_reads += 1
-        self.gate.wait()
-        if self.read_error is not None:
-            raise self.read_error
-        return super().read(name, max_bytes)
-
-    def _write_all(self, fd: int, data: memoryview) -> None:
-        self.gate.wait()
-        if self.write_error is not None:
-            os.write(fd, data[: data.nbytes // 2])  # a full disk takes a part
-            raise self.write_error
-        super()._write_all(fd, data)
-
-
-@dataclasses.dataclass
-class Tier:
-    """An engine whose memory holds one image, on a directory."""
-
-    engine: Engine
-    runner: ChecksumRunner
-    directory: FaultyDirectory
-    until: Callable[..., Any]
-
-    async def encode(self, image: PreparedImage, name: str = "a") -> ItemReady:
-        (event,) = await events(self.engine.encode(key(name), [image]))
-        assert isinstance(event, ItemReady), event
-        rows = kept_rows(image)
-        wire = rows.to_bytes() if isinstance(rows, PlacedRows) else rows.tobytes()
-        assert bytes(await self.engine.export_embedding(key(name), 0)) == wire
-        await self.engine.cancel(key(name))
-        return event
-
-    async def store(self, *numbers: int, resident: int = 1) -> None:
-        """Encode images until all but the last are on the disk, and the engine knows it."""
-        for number in numbers:
-            await self.encode(prepared_image(number))
-        names = {file_name(prepared_image(number).image_key) for number in numbers[:-resident]}
-        await self.until(lambda: names <= self.files and len(self.files) == self.disk.entries)
-
-    @property
-    def files(self) -> set[str]:
-        return {name for name in self.directory.names() if name.endswith(".embedding")}
-
-    @property
-    def disk(self) -> Any:
-        return self.engine.stats().encoder_cache.disk
-
-
-@pytest.fixture
-def tier(start: Any, until: Any, tmp_path: Path) -> Iterator[Callable[..., Tier]]:
-    """`tier(**settings)`, on the same directory each time; stop an engine before the next."""
-    gates = []
-
-    def make(*, wall_clock: Callable[[], float] = time.time, **settings: Any) -> Tier:
-        runner = ChecksumRunner()
-        directory = FaultyDirectory(tmp_path / "disk")
-        gates.append(directory.gate)
-        files = EmbeddingFiles(directory, runner.embed_layout, wall_clock=wall_clock)
-        defaults: dict[str, Any] = {"embedding_cache_bytes": SIZE, "max_image_tokens": 5}
-        engine = start(runner, files=files, **defaults | settings)
-        return Tier(engine, runner, directory, until)
-
-    yield make
-    for gate in gates:
-        gate.set()
+from vlm_worker.testing import ChecksumRunner, embed
 
 
 def path_of(tmp_path: Path, number: int) -> Path:

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 60.0
 """Maximum time after which an idle engine deletes expired files."""
+CLOSE_SECONDS: Final = 5.0
+"""Maximum wait for the thread at the end of the engine: a read or a write of a disk that works."""
 LOCK_NAME: Final = "triptych.lock"
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -153,7 +155,9 @@ class Ended:
 class EmbeddingFiles:
     """The files of one directory. `wall_clock` gives the seconds of `StoredFile.written_at`.
 
-    `found` are those that an earlier process wrote. Raises OSError if the directory cannot be read.
+    `found` are those that an earlier process wrote. `job_started` is when the thread began its
+    current job, in seconds of `clock`; None while it has none. Raises OSError if the directory
+    cannot be read.
     """
 
     def __init__(
@@ -162,8 +166,10 @@ class EmbeddingFiles:
         layout: EmbedLayout,
         *,
         wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.layout, self.wall_clock = layout, wall_clock
+        self.layout, self.wall_clock, self.clock = layout, wall_clock, clock
+        self.job_started: float | None = None
         self._directory = directory
         self._changed = threading.Condition()
         self._reads: collections.deque[ReadJob] = collections.deque()
@@ -198,15 +204,24 @@ class EmbeddingFiles:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its current job and drop the others; idempotent."""
+        """End the thread after its current job and drop the others; idempotent.
+
+        If the disk does not answer, the thread is left: it ends with its job or the process.
+        """
         with self._changed:
             if self._stopping:
                 return
             self._stopping = True
             self._changed.notify()
+        if self._thread.ident is None:  # it was not started
+            self._directory.close()
+            return
+        self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._thread.join()
-        self._directory.close()
+            logger.warning(
+                "the disk of the encoder cache does not answer: its thread is not awaited",
+                extra={"waited_seconds": CLOSE_SECONDS},
+            )
 
     def write(self, job: WriteJob) -> None:
         with self._changed:
@@ -228,6 +243,12 @@ class EmbeddingFiles:
     # ---- on the thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._directory.close()
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 if not (self._stopping or self._reads or self._writes):
@@ -237,7 +258,9 @@ class EmbeddingFiles:
                 waiting = self._reads or self._writes
                 job = waiting.popleft() if waiting else None
             if job is not None:
+                self.job_started = self.clock()
                 ended = self._read(job) if isinstance(job, ReadJob) else self._write(job)
+                self.job_started = None
                 with self._changed:
                     self._ended.append(ended)
                 del job, ended, waiting

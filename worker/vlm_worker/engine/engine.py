@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 from vlm_worker.engine.attempts import BlockLoan
 from vlm_worker.engine.embedding_files import EmbeddingFiles
+from vlm_worker.engine.embedding_reads import READ_SECONDS
 from vlm_worker.engine.events import (
     EncodeEvent,
     EventStream,
@@ -205,7 +206,8 @@ class Engine:
             state.encode_requests.read_whole(key, image, answer)
 
         self._post(Command(work, functools.partial(_refuse, future)))
-        return await future
+        await asyncio.wait({future}, timeout=2 * READ_SECONDS)  # it may wait for an encoding
+        return future.done() and future.result()
 
     def unpin_cached(self, key: RequestKey) -> None:
         """Unpin what `pin_cached` pinned for this key; idempotent."""
@@ -363,12 +365,11 @@ class Engine:
     ) -> EventStream[PrefillEvent]:
         """Queue a command whose results arrive through a stream."""
         stream: EventStream[PrefillEvent] = EventStream(key)
-        self._post(
-            Command(
-                lambda state: work(state, stream),
-                refuse=lambda error: stream.close_with(FailedEvent(error)),
-            )
-        )
+
+        def refuse(error: EngineError) -> None:
+            stream.close_with(FailedEvent(error))
+
+        self._post(Command(lambda state: work(state, stream), refuse))
         return stream
 
     async def _call(self, work: Callable[[State], T], *, num_bytes: int = 0) -> T:
@@ -437,12 +438,13 @@ class Engine:
             wait = False
 
     def _awaited(self) -> Command:
-        """The next command; until it arrives, the runner prefaults memory."""
+        """The next command; the runner prefaults until then. queue.Empty if a read is late."""
         with contextlib.suppress(queue.Empty):
             return self._commands.get(timeout=IDLE_SECONDS)
-        while self._commands.empty() and self._runner.prefault():
+        seconds = self._state.encode_requests.reads.seconds_left
+        while seconds is None and self._commands.empty() and self._runner.prefault():
             pass
-        return self._commands.get()
+        return self._commands.get(timeout=seconds)
 
     def _do_copies(self) -> None:
         """Execute copies in order, at most `max_copy_bytes` between two steps, at least one."""
