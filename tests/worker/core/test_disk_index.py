@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.disk_index import DiskIndex, StoredFile
+from vlm_worker.core.disk_index import RETRY_SECONDS, DiskIndex, StoredFile
 
 BOUND, AGE = 100, 50.0
 names = st.sampled_from("abcdef")
@@ -124,6 +124,19 @@ def test_a_victim_that_cannot_be_deleted_still_counts() -> None:
     victims = index.begin_write(StoredFile("b", 50, 1.0), now=1.0)
     assert victims == [StoredFile("a", 80, 0.0)]
     index.abort_write("b")
-    index.put_back(victims[0])
+    index.put_back(victims[0], now=1.0)
     assert index.num_bytes == 80
     assert index.find("a", now=1.0) is not None
+
+
+def test_an_expired_file_that_cannot_be_deleted_is_tried_again_later() -> None:
+    index = DiskIndex(max_bytes=BOUND, max_age_seconds=AGE)
+    index.load([StoredFile("a", 80, 0.0)], now=0.0)
+    for attempt in range(3):
+        now = AGE + attempt * RETRY_SECONDS
+        assert index.expire(now=now - 0.1) == []
+        (file,) = index.expire(now=now)
+        index.put_back(file, now=now)
+        assert index.expire(now=now) == []
+        assert index.find("a", now=now) is None  # D2
+    index.check()

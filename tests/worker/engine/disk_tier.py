@@ -33,6 +33,8 @@ class FaultyDirectory(Directory):
         self.num_reads = 0
         self.write_error: OSError | None = None
         self.read_error: OSError | None = None
+        self.remove_error: OSError | None = None
+        self.num_removes = 0
         super().__init__(path)
 
     def read(self, name: str, max_bytes: int) -> tuple[bytearray, float]:
@@ -41,6 +43,12 @@ class FaultyDirectory(Directory):
         if self.read_error is not None:
             raise self.read_error
         return super().read(name, max_bytes)
+
+    def remove(self, name: str) -> None:
+        self.num_removes += 1
+        if self.remove_error is not None:
+            raise self.remove_error
+        super().remove(name)
 
     def _write_all(self, fd: int, data: memoryview) -> None:
         self.gate.wait()

@@ -325,6 +325,22 @@ async def test_an_expired_file_is_not_served_and_is_deleted(tier: Any, tmp_path:
     assert one.disk.read_errors == 0
 
 
+async def test_an_expired_file_that_cannot_be_deleted_keeps_no_thread_busy(tier: Any) -> None:
+    now = [1e12]
+    one: Tier = tier(wall_clock=lambda: now[0], embedding_disk_age_seconds=100)
+    await one.store(1, 2)
+    one.directory.remove_error = OSError(errno.EPERM, "Operation not permitted")
+    for attempt in range(2):
+        now[0] += 100  # more than RETRY_SECONDS
+        await one.engine.cancel(key("a"))  # a turn
+        await one.until(lambda attempt=attempt: one.disk.write_errors > attempt)
+        for _ in range(10):
+            await one.engine.cancel(key("a"))
+        await one.engine.release(key("b"))
+        assert one.directory.num_removes == attempt + 1
+    assert one.disk.entries == 1
+
+
 async def test_the_files_stay_within_their_bound(tier: Any, tmp_path: Path) -> None:
     bound = 3 * (SIZE + embedding_reads.HEAD_BYTES)
     one: Tier = tier(embedding_disk_bytes=bound)

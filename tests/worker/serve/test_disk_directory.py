@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worker.engine.encode_helpers import prepared_image
@@ -14,13 +16,13 @@ from vlm_worker.core.embedding_file import StoredEmbedding, file_name
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.engine.embedding_files import EmbeddingFiles, WriteJob
 from vlm_worker.engine.embedding_reads import BUFFER_BYTES
+from vlm_worker.model.checkpoint import open_checkpoint
+from vlm_worker.serve import worker
 from vlm_worker.serve.budget import plan_memory
 from vlm_worker.serve.loading import load
 from vlm_worker.serve.worker import open_embedding_files
 from vlm_worker.settings import WorkerSettings, parse
-from vlm_worker.testing import ChecksumRunner, embed
-
-LAYOUT = ChecksumRunner().embed_layout
+from vlm_worker.testing import embed
 
 
 def settings_of(*flags: str, role: str = "encoder") -> WorkerSettings:
@@ -29,8 +31,10 @@ def settings_of(*flags: str, role: str = "encoder") -> WorkerSettings:
     return settings
 
 
-def opened(*flags: str) -> EmbeddingFiles:
-    files = open_embedding_files(settings_of(*flags), LAYOUT, device="cpu")
+def opened(*flags: str, **changes: Any) -> EmbeddingFiles:
+    settings = settings_of(*flags)
+    loaded = dataclasses.replace(load(settings, lambda _: None), **changes)
+    files = open_embedding_files(settings, loaded)
     assert files is not None
     return files
 
@@ -50,7 +54,8 @@ async def stored(files: EmbeddingFiles) -> None:
 
 
 def test_without_the_flag_there_is_no_directory() -> None:
-    assert open_embedding_files(settings_of(), LAYOUT, device="cpu") is None
+    settings = settings_of()
+    assert open_embedding_files(settings, load(settings, lambda _: None)) is None
 
 
 def test_a_directory_is_made_for_its_user_alone(tmp_path: Path) -> None:
@@ -78,7 +83,7 @@ def test_a_worker_that_does_not_encode_is_refused(tmp_path: Path) -> None:
         f"--embedding-disk-dir={tmp_path}", "--stages=prefill,decode", role="prefill"
     )
     with pytest.raises(ModelConfigError, match="only a worker with the stage encoder"):
-        open_embedding_files(settings, LAYOUT, device="cpu")
+        open_embedding_files(settings, load(settings, lambda _: None))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,30 @@ async def test_files_of_other_weights_are_deleted(
     assert len(files.found) == num_files
     assert (tmp_path / file_name(prepared_image(1).image_key)).exists() == bool(num_files)
     files.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "version", "num_files"),
+    [("old", "1", 1), ("new", "1", 0), ("old", "2", 0)],
+    ids=["same", "other content", "other version"],
+)
+async def test_files_of_another_content_under_the_same_revision_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, version: str, num_files: int
+) -> None:
+    """A tag as `main` moves, and the container restarts with the same emptyDir."""
+    directory, versions = f"--embedding-disk-dir={tmp_path}", iter(["1", version])
+    monkeypatch.setattr(worker, "_version", lambda: next(versions))
+    await stored(opened(directory, content_revision=lambda: "old"))
+    files = opened(directory, content_revision=lambda: content)
+    assert len(files.found) == num_files
+    files.close()
+
+
+def test_a_loaded_model_knows_the_hash_of_its_files() -> None:
+    settings = parse(("encoder", f"--model={MODEL}", "--served-name=m"), {})
+    assert isinstance(settings, WorkerSettings)
+    loaded = load(settings, lambda _: None)
+    assert loaded.content_revision() == open_checkpoint(MODEL).revision()
 
 
 def test_the_buffers_of_the_disk_tier_are_declared(tmp_path: Path) -> None:

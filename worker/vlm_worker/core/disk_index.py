@@ -10,7 +10,8 @@ Laws (tests/worker/core/test_disk_index.py):
 
     D1  if each victim can be deleted, the files never exceed `max_bytes`, those that are being
         written included
-    D2  an expired file is never found, and `expire` returns it
+    D2  an expired file is never found, and `expire` returns it; after a deletion that failed, it
+        returns none for RETRY_SECONDS
     D3  only complete files are victims: expired ones first, then least recently used
     D4  equal calls give equal victims
 """
@@ -20,6 +21,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Final
+
+RETRY_SECONDS: Final = 60.0
+"""After a deletion that failed, no expired file is deleted for so long: others may fail, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class DiskIndex:
         self.num_put_back = 0
         self._max_age_seconds = max_age_seconds
         self._next_expiry = math.inf  # no complete file expires before
+        self._retry_at = -math.inf  # no expired file is deleted before
         self._files: dict[str, StoredFile] = {}
         self._writing: dict[str, StoredFile] = {}
 
@@ -113,15 +119,16 @@ class DiskIndex:
         self.num_bytes -= file.num_bytes
         return file
 
-    def put_back(self, file: StoredFile) -> None:
+    def put_back(self, file: StoredFile, *, now: float) -> None:
         """Count a victim that could not be deleted, as the most recently used file."""
         self.num_put_back += 1
+        self._retry_at = now + RETRY_SECONDS
         if file.name not in self._files and file.name not in self._writing:
             self._add(file)
 
     def expire(self, *, now: float) -> list[StoredFile]:
         """Forget the expired files and return them; the caller deletes them."""
-        if now < self._next_expiry:
+        if now < max(self._next_expiry, self._retry_at):
             return []
         expired = [file for file in self._files.values() if self._is_expired(file, now)]
         self.num_expirations += len(expired)

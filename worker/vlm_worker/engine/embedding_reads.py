@@ -308,8 +308,9 @@ class EmbeddingReads:
         self._num_write_errors += len(ended.remaining) or (
             job.file is not None and not ended.is_written
         )
+        assert self._files is not None
         for file in ended.remaining:
-            self._index.put_back(file)
+            self._index.put_back(file, now=self._files.wall_clock())
 
     def _delete_bad(self, image_key: bytes) -> None:
         """Delete a file that could not be read, if it was not replaced meanwhile."""

@@ -69,7 +69,7 @@ class Loaded:
     If `device` is not `cpu`, its memory is not host memory. `native_library` is the file of the
     C++ kernels, if it exists, and `native_kernels` its variant. `available_bytes` is the remaining
     host memory, and `limit_bytes` the container's limit, if known. `work_bytes` is the temporary
-    memory of a step and an encoder call.
+    memory of a step and an encoder call. `content_revision` hashes the files of the model.
     """
 
     runner: Runner
@@ -84,6 +84,7 @@ class Loaded:
     available_bytes: int | None = None
     limit_bytes: int | None = None
     work_bytes: int = 0
+    content_revision: Callable[[], str] = lambda: ""
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -116,6 +117,7 @@ def _load_model(
     from vlm_kernels.cpu import native
     from vlm_worker.model.build import RunnerSettings, build_runner
     from vlm_worker.model.cgroup import available_memory_bytes, memory_limit_bytes
+    from vlm_worker.model.checkpoint import open_checkpoint
     from vlm_worker.model.memory import WorkSizes
 
     sizes = WorkSizes(
@@ -150,6 +152,7 @@ def _load_model(
         available_bytes=available_memory_bytes(),
         limit_bytes=memory_limit_bytes(),
         work_bytes=runner.work_bytes(sizes),
+        content_revision=open_checkpoint(model_dir).revision,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.metadata
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -39,7 +40,7 @@ from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.options import values_of
 from vlm_worker.transfer import nixl, shared_memory
 from vlm_worker.transfer.transport import ByteStream, Transport
-from vlm_worker.types import EmbedLayout, Stage
+from vlm_worker.types import Stage
 from vlm_worker.wire.buffers import Copier
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ async def build_components(
     """Engine, context and roles of the loaded stages; the engine already runs."""
     settings = server.settings
     max_model_len = min(settings.max_model_len, loaded.max_positions)
-    files = open_embedding_files(settings, loaded.runner.embed_layout, device=loaded.device)
+    files = open_embedding_files(settings, loaded)
     engine = _engine(settings, loaded, files, max_model_len=max_model_len)
     server.state.model = loaded.facts
     server.state.device = loaded.device
@@ -170,10 +171,10 @@ async def build_components(
         )
 
 
-def open_embedding_files(
-    settings: WorkerSettings, layout: EmbedLayout, *, device: str
-) -> EmbeddingFiles | None:
+def open_embedding_files(settings: WorkerSettings, loaded: Loaded) -> EmbeddingFiles | None:
     """The directory of the encoder cache's disk tier, locked; None without one.
+
+    Files of another model, version of Triptych, type of weights or device are deleted.
 
     Raises:
         ModelConfigError: it cannot be used, with the flag and the fix.
@@ -186,8 +187,16 @@ def open_embedding_files(
             f"--embedding-disk-dir={path}: only a worker with the stage encoder stores embeddings: "
             "remove it, or add encoder to --stages"
         )
-    # rounded weights, or another device, give other rows of the same layout
-    source = f"{layout.model_revision} weights={settings.compute.weights} device={device}"
+    layout = loaded.runner.embed_layout
+    # each gives other rows of the same layout; the revision may be a tag that moves
+    parts = {
+        "revision": layout.model_revision,
+        "content": loaded.content_revision(),
+        "triptych": _version(),
+        "weights": settings.compute.weights,
+        "device": loaded.device,
+    }
+    source = " ".join(f"{name}={value}" for name, value in parts.items())
     try:
         directory = Directory(path)
         return EmbeddingFiles(directory, dataclasses.replace(layout, model_revision=source))
@@ -200,6 +209,13 @@ def open_embedding_files(
             f"--embedding-disk-dir={path}: {error.strerror or error}: "
             "name a directory that this user may read and write"
         ) from error
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("triptych")
+    except importlib.metadata.PackageNotFoundError:  # it runs from its source
+        return "source"
 
 
 def _engine(
