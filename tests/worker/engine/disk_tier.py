@@ -32,7 +32,7 @@ class FaultyDirectory(Directory):
         self.gate.set()
         self.num_reads = 0
         self.write_error: OSError | None = None
-        self.read_error: OSError | None = None
+        self.read_error: OSError | MemoryError | None = None
         self.remove_error: OSError | None = None
         self.num_removes = 0
         super().__init__(path)

@@ -116,6 +116,23 @@ async def test_a_bad_file_is_encoded_again_and_deleted(
     assert (await one.encode(prepared_image(1))).cache_hit
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EIO, "I/O"), MemoryError()],
+)
+async def test_a_good_file_stays_after_an_error_of_the_system(
+    tier: Any, error: OSError | MemoryError
+) -> None:
+    one: Tier = tier()
+    await one.store(1, 2)
+    one.directory.read_error = error
+    assert not (await one.encode(prepared_image(1))).cache_hit
+    one.directory.read_error = None
+    await one.store(3, 4)
+    assert (one.disk.read_errors, one.disk.writes) == (1, 3)  # 1 once, 2 and 3
+    assert (await one.encode(prepared_image(1))).cache_hit
+
+
 async def test_a_file_that_became_a_link_is_not_followed(tier: Any, tmp_path: Path) -> None:
     one: Tier = tier()
     await one.store(1, 2)
@@ -269,7 +286,8 @@ async def test_a_reduction_is_computed_from_the_whole_image_on_the_disk(
     assert (await one.encode(image)).cache_hit
     assert one.runner.batch_sizes == [1, 1]
     assert one.engine.stats().num_pinned_embeddings == 0
-    assert one.engine.stats().encoder_cache.misses == 2
+    cache = one.engine.stats().encoder_cache
+    assert (cache.misses, cache.disk.hits, cache.hot.hits) == (2, 1, 0)
 
 
 @pytest.mark.parametrize("can_tell", [True, False])
@@ -283,6 +301,8 @@ async def test_a_known_reduced_image_keeps_no_pin_on_the_whole_one(
     assert await one.engine.pin_cached(key("a"), image) == can_tell
     assert one.engine.stats().num_pinned_embeddings == can_tell
     assert (await one.encode(image)).cache_hit
+    cache = one.engine.stats().encoder_cache
+    assert (cache.disk.hits, cache.hot.hits) == (1, 0)
     assert one.runner.batch_sizes == [1, 1, 1, 1]
 
 
@@ -388,6 +408,30 @@ async def test_expired_memory_is_still_on_the_disk(tier: Any) -> None:
     await one.encode(prepared_image(2))
     await one.until(lambda: one.disk.writes == 1)
     assert (await one.encode(prepared_image(1))).cache_hit
+
+
+async def test_embeddings_that_expire_together_are_all_written(
+    tier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_reads, "BUFFER_BYTES", 2 * SIZE + embedding_reads.HEAD_BYTES)
+    now = [0.0]
+    one: Tier = tier(clock=lambda: now[0], embedding_ttl_seconds=10, embedding_cache_bytes=4 * SIZE)
+    for number in range(4):
+        await one.encode(prepared_image(number))
+    now[0] += 11
+    await one.engine.cancel(key("a"))  # a turn
+    await one.until(lambda: one.disk.writes + one.disk.dropped_writes == 4)
+    assert one.disk.dropped_writes == 0
+    assert one.engine.stats().encoder_cache.entries == 0
+
+
+async def test_a_use_after_the_time_to_live_stores_the_expired_embedding(tier: Any) -> None:
+    now = [0.0]
+    one: Tier = tier(clock=lambda: now[0], embedding_ttl_seconds=10, embedding_cache_bytes=4 * SIZE)
+    await one.encode(prepared_image(1))
+    now[0] += 11
+    assert not (await one.encode(prepared_image(1))).cache_hit
+    await one.until(lambda: one.disk.writes == 1)
 
 
 def test_a_directory_of_another_process_is_refused(tmp_path: Path) -> None:

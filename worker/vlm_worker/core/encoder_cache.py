@@ -123,7 +123,8 @@ class EncoderCache:
     expires if it was not used for `ttl_seconds`.
 
     If there is a disk tier, it sets `on_leave`, which gets each filled entry that is evicted or
-    expires, while it still has its buffer.
+    expires, while it still has its buffer. `expire` stops at an entry for which `can_leave` is
+    False: a later call continues.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class EncoderCache:
         self.num_pins = 0
         self.num_disk_hits = 0
         self.on_leave: Callable[[Entry], None] | None = None
+        self.can_leave: Callable[[Entry], bool] = lambda _: True
         self._codec = codec
         self._ttl_seconds = ttl_seconds
         self._listed: dict[bytes, Entry] = {}
@@ -190,8 +192,10 @@ class EncoderCache:
 
         The owner must `complete` or `fail` it. With `counted`, this is a miss.
         """
-        if image_key in self._listed:
-            self._discard(self._listed[image_key])
+        if (stale := self._listed.get(image_key)) is not None:
+            if self.on_leave is not None and stale.ready and stale.num_tokens == num_tokens:
+                self.on_leave(stale)  # it has expired, and nobody called `expire`
+            self._discard(stale)
         entry = self._listed[image_key] = Entry(image_key, num_tokens)
         self._pin(entry, owner)
         self.num_misses += counted
@@ -228,9 +232,11 @@ class EncoderCache:
     # ---- eviction --------------------------------------------------------------------------------
 
     def expire(self, *, now: float) -> None:
-        """Discard the idle entries that have expired."""
+        """Discard the idle entries that have expired, as far as the disk tier takes them."""
         for cache_tier in (self.cold, self.hot):
             while cache_tier.idle and cache_tier.oldest.expires <= now:
+                if not self.can_leave(cache_tier.oldest):
+                    return
                 self._expire(cache_tier.oldest)
 
     def check(self) -> None:

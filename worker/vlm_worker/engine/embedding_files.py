@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import logging
 import os
@@ -79,12 +80,15 @@ class Directory:
             return [entry.name for entry in entries]
 
     def read(self, name: str, max_bytes: int) -> tuple[bytearray, float]:
-        """At most the first `max_bytes` bytes of a regular file, and when it was written."""
+        """At most the first `max_bytes` bytes of a regular file, and when it was written.
+
+        Raises BadFileError if it is something else.
+        """
         fd = os.open(name, _READ, dir_fd=self._fd)
         with os.fdopen(fd, "rb", buffering=0) as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(f"{name} is not a regular file")
+                raise BadFileError(f"{name} is not a regular file")
             data = bytearray(min(status.st_size, max_bytes))
             view, filled = memoryview(data), 0
             while filled < len(data) and (count := file.readinto(view[filled:])):
@@ -143,11 +147,13 @@ class ReadJob:
 class Ended:
     """The result of a job: what a read has read, or None; whether a write was written.
 
-    `remaining` are victims that could not be deleted.
+    A file that `is_bad` is missing or has wrong bytes: another read would fail, too. `remaining`
+    are victims that could not be deleted.
     """
 
     job: WriteJob | ReadJob
     stored: StoredEmbedding | None = None
+    is_bad: bool = False
     is_written: bool = False
     remaining: tuple[StoredFile, ...] = ()
 
@@ -278,7 +284,7 @@ class EmbeddingFiles:
                 "an embedding cannot be read from the disk: its image is encoded",
                 extra={"file": name, "error": str(error)},
             )
-            return Ended(job)
+            return Ended(job, is_bad=_is_bad(error))
         return Ended(job, stored)
 
     def _write(self, job: WriteJob) -> Ended:
@@ -300,13 +306,19 @@ class EmbeddingFiles:
 
     def _known(self, name: str, size: int) -> StoredFile | None:
         """A file that this worker can serve; None if it must be deleted."""
-        data, written_at = self._directory.read(name, HEAD_BYTES)
         try:
+            data, written_at = self._directory.read(name, HEAD_BYTES)
             header = read_header(memoryview(data))
         except BadFileError:
             return None
         is_ours = header.fingerprint == self.layout.fingerprint.hex() and header.num_bytes == size
         return StoredFile(name, size, written_at, header.scores_bytes > 0) if is_ours else None
+
+
+def _is_bad(error: Exception) -> bool:
+    """Whether the file is the cause of a read's error; lack of memory or a bad disk is not."""
+    is_link = isinstance(error, OSError) and error.errno == errno.ELOOP
+    return is_link or isinstance(error, (BadFileError, FileNotFoundError))
 
 
 def _log_write(name: str, error: BaseException) -> None:

@@ -33,6 +33,8 @@ READ_SECONDS: Final = 2.0
 MAX_READS: Final = 16
 """So many reads may wait. A disk of 200 MB/s reads 16 images of 28 MB in about READ_SECONDS."""
 
+SCORE_BYTES: Final = 4
+
 Encode = Callable[[], None]
 """Queues the encoding of an entry, for a request that has the image's patches."""
 
@@ -76,7 +78,7 @@ class EmbeddingReads:
         self._num_written = self._num_dropped = 0
         self._num_write_errors = self._num_read_errors = 0
         if files is not None:
-            cache.on_leave = self._store
+            cache.on_leave, cache.can_leave = self._store, self._can_store
             self._delete(self._index.load(files.found, now=files.wall_clock()))
 
     @property
@@ -215,7 +217,7 @@ class EmbeddingReads:
         """Fill the entry of the current read, or encode it; False if none waits for it."""
         read, self._current = self._current, None
         assert read is not None
-        if ended.stored is None:
+        if ended.is_bad:
             self._delete_bad(read.entry.image_key)
         if self._reads.pop(read.entry, None) is None:
             return False
@@ -259,6 +261,16 @@ class EmbeddingReads:
             self._waiting.remove(read)
 
     # ---- writes ----------------------------------------------------------------------------------
+
+    def _can_store(self, entry: Entry) -> bool:
+        """Whether a write of an entry would not be dropped because too many bytes wait.
+
+        Each write that ends wakes the engine, which lets expired entries leave then. If the disk is
+        stalled, or the entry is larger than the buffer, waiting would not help.
+        """
+        num_bytes = entry.num_bytes + SCORE_BYTES * entry.num_tokens + HEAD_BYTES  # at most
+        has_room = self._waiting_bytes + num_bytes <= BUFFER_BYTES
+        return has_room or not self._waiting_bytes or self._is_stalled()
 
     def _store(self, entry: Entry) -> None:
         """Write an entry that leaves memory, unless the disk has as much of it.
@@ -313,7 +325,7 @@ class EmbeddingReads:
             self._index.put_back(file, now=self._files.wall_clock())
 
     def _delete_bad(self, image_key: bytes) -> None:
-        """Delete a file that could not be read, if it was not replaced meanwhile."""
+        """Delete a bad or missing file, if it was not replaced meanwhile."""
         assert self._files is not None
         name = file_name(image_key)
         if self._index.find(name, now=self._files.wall_clock()) is not None:

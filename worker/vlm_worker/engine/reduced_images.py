@@ -69,8 +69,13 @@ class ReducedImages:
             self._cache.unpin(whole, self, now=now)
         if embedding is None:
             return None
-        tier.num_hits += counted
+        is_disk_hit, whole.counts_as_disk = whole.counts_as_disk, False
+        if counted and is_disk_hit:
+            self._cache.num_disk_hits += 1
+        elif counted:
+            tier.num_hits += 1
         entry = self._begin(image, owner)
+        entry.counts_as_disk = is_disk_hit and not counted  # the lookup of `encode` counts it
         self._complete(entry, image, embedding)
         return entry
 
