@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vlm_operator import names
+from vlm_operator.api import quantity
 from vlm_operator.api.base import Model
 from vlm_operator.api.enums import ScalingMode
 from vlm_operator.api.model import ModelSource
@@ -60,6 +61,7 @@ def parse(body: Mapping[str, Any]) -> VLMService:
     for role, pool in spec.pools.present.items():
         _check_scaling(pool.scaling, path=f"spec.pools.{role}.scaling")
         check_pod_template(pool.pod_template, role, path=f"spec.pools.{role}.podTemplate")
+        _check_disk(pool, path=f"spec.pools.{role}")
     gateway = spec.gateway.pod_template
     check_pod_template(gateway, Role.GATEWAY, path="spec.gateway.podTemplate")
     _check_cache(spec.model)
@@ -162,6 +164,21 @@ def _check_cache(model: ModelSource) -> None:
     if model.uri.startswith("hf://") and _COMMIT.fullmatch(model.revision or "") is None:
         raise SpecError("spec.model.revision", "must be a commit of 40 hexadecimal digits")
     check_pod_template(model.cache.pod_template, None, path="spec.model.cache.podTemplate")
+
+
+def _check_disk(pool: Pool, *, path: str) -> None:
+    """The kubelet evicts a pod that exceeds its own limit, however large its emptyDir may be."""
+    if pool.encoder_cache is None or pool.encoder_cache.disk is None:
+        return
+    size = pool.encoder_cache.disk.size
+    for index, variant in enumerate(pool.variants):
+        limit = variant.resources.limits.get("ephemeral-storage")
+        if limit is not None and quantity.parse(limit) < quantity.parse(size):
+            raise SpecError(
+                f"{path}.variants[{index}].resources.limits.ephemeral-storage",
+                f"is {limit}, less than encoderCache.disk.size, {size}: a pod would be evicted; "
+                f"raise it to at least {size}, or remove it",
+            )
 
 
 def _check_scaling(scaling: Scaling, *, path: str) -> None:

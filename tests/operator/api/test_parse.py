@@ -170,3 +170,26 @@ def test_an_error_names_the_path_as_the_user_writes_it(patch: dict[str, Any], sa
     with pytest.raises(SpecError) as refusal:
         api.parse(body(merged(body()["spec"], patch)))
     assert str(refusal.value).startswith(says)
+
+
+@pytest.mark.parametrize(("limit", "is_less"), [("8Gi", True), ("10Gi", False), ("1Ti", False)])
+def test_a_limit_of_ephemeral_storage_below_the_disk_is_refused(limit: str, *, is_less: bool):
+    variant = {"name": "a", "placement": {}, "resources": {"limits": {"ephemeral-storage": limit}}}
+    pool = MANUAL | {"encoderCache": {"disk": {"size": "10Gi"}}, "variants": [ANY, variant]}
+    spec = {"model": {"uri": "pvc://shapes"}, "pools": {"encoder": pool, "decode": MANUAL}}
+    if not is_less:
+        api.parse(body(spec))
+        return
+    with pytest.raises(SpecError) as caught:
+        api.parse(body(spec))
+    assert str(caught.value) == snapshot(
+        "spec.pools.encoder.variants[1].resources.limits.ephemeral-storage: is 8Gi, less than "
+        "encoderCache.disk.size, 10Gi: a pod would be evicted; raise it to at least 10Gi, or "
+        "remove it"
+    )
+
+
+def test_a_small_limit_of_ephemeral_storage_needs_no_more_without_a_disk():
+    variant = {"name": "a", "placement": {}, "resources": {"limits": {"ephemeral-storage": "1Gi"}}}
+    pool = MANUAL | {"variants": [variant]}
+    assert api.parse(body({"model": {"uri": "pvc://shapes"}, "pools": {"decode": pool}}))
