@@ -425,12 +425,25 @@ async def test_embeddings_that_expire_together_are_all_written(
     assert one.engine.stats().encoder_cache.entries == 0
 
 
-async def test_a_use_after_the_time_to_live_stores_the_expired_embedding(tier: Any) -> None:
+async def test_an_embedding_that_cannot_tell_is_replaced_and_not_written(tier: Any) -> None:
+    one: Tier = tier(embedding_cache_bytes=4 * SIZE)
+    await one.encode(prepared_image(1))
+    one.runner.faults.unranked = 1
+    image = dataclasses.replace(prepared_image(1), reduction=Reduction(Method.ZIP, 500))
+    assert not (await one.encode(image)).cache_hit
+    assert (one.disk.bytes, one.disk.writes, one.disk.dropped_writes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("reduction", [None, HALF])
+async def test_a_use_after_the_time_to_live_stores_the_expired_embedding(
+    tier: Any, reduction: Reduction | None
+) -> None:
     now = [0.0]
     one: Tier = tier(clock=lambda: now[0], embedding_ttl_seconds=10, embedding_cache_bytes=4 * SIZE)
     await one.encode(prepared_image(1))
     now[0] += 11
-    assert not (await one.encode(prepared_image(1))).cache_hit
+    image = dataclasses.replace(prepared_image(1), reduction=reduction)
+    assert not (await one.encode(image)).cache_hit
     await one.until(lambda: one.disk.writes == 1)
 
 

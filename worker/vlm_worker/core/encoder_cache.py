@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, Final, Protocol
 
@@ -186,15 +187,23 @@ class EncoderCache:
         return entry
 
     def begin(
-        self, image_key: bytes, owner: Hashable, *, num_tokens: int, counted: bool = True
+        self,
+        image_key: bytes,
+        owner: Hashable,
+        *,
+        num_tokens: int,
+        counted: bool = True,
+        now: float = -math.inf,
     ) -> Entry:
         """Add an entry to be filled, pinned for `owner`; it replaces an entry of the same key.
 
-        The owner must `complete` or `fail` it. With `counted`, this is a miss.
+        The owner must `complete` or `fail` it. With `counted`, this is a miss. The disk tier gets
+        an entry that expired before `now`.
         """
         if (stale := self._listed.get(image_key)) is not None:
-            if self.on_leave is not None and stale.ready and stale.num_tokens == num_tokens:
-                self.on_leave(stale)  # it has expired, and nobody called `expire`
+            is_expired = stale.ready and stale.expires <= now
+            if self.on_leave is not None and is_expired and stale.num_tokens == num_tokens:
+                self.on_leave(stale)  # before a call of `expire`
             self._discard(stale)
         entry = self._listed[image_key] = Entry(image_key, num_tokens)
         self._pin(entry, owner)

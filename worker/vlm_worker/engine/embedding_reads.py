@@ -32,8 +32,8 @@ READ_SECONDS: Final = 2.0
 """An image that waits longer for the disk is encoded: that takes less, even behind a few others."""
 MAX_READS: Final = 16
 """So many reads may wait. A disk of 200 MB/s reads 16 images of 28 MB in about READ_SECONDS."""
-
 SCORE_BYTES: Final = 4
+"""A float32 for each visual token."""
 
 Encode = Callable[[], None]
 """Queues the encoding of an entry, for a request that has the image's patches."""

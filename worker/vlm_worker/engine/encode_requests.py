@@ -136,7 +136,9 @@ class EncodeRequests:
         whole = self.cache.find(image_key, num_tokens=num_tokens, now=now)
         begins = whole is None and self.reads.has(image_key)
         if begins:
-            whole = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False)
+            whole = self.cache.begin(
+                image_key, owner, num_tokens=num_tokens, counted=False, now=now
+            )
         elif whole is not None and self.reads.is_reading(whole):
             self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now, counted=False)
         else:
@@ -346,7 +348,7 @@ class EncodeRequests:
         if image.reduction is not None:
             reduced = self._reduced.from_cache(image, owner)
             return reduced or self._reduced.encode(image, owner, key, priority=priority)
-        entry = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False)
+        entry = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False, now=now)
         self.reads.fill(entry, self._encode(entry, image, key, priority))
         return entry
 

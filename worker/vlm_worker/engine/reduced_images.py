@@ -120,7 +120,7 @@ class ReducedImages:
             self._reads.join(whole, self._encode(whole, image, key, priority))
         else:
             whole = self._cache.begin(
-                image.image_key, entry, num_tokens=image.num_tokens, counted=not may_read
+                image.image_key, entry, num_tokens=image.num_tokens, counted=not may_read, now=now
             )
             encode = self._encode(whole, image, key, priority)
             if may_read:

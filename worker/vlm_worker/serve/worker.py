@@ -116,7 +116,7 @@ async def build_components(
     """Engine, context and roles of the loaded stages; the engine already runs."""
     settings = server.settings
     max_model_len = min(settings.max_model_len, loaded.max_positions)
-    files = open_embedding_files(settings, loaded)
+    files = await asyncio.to_thread(open_embedding_files, settings, loaded)  # reads many files
     engine = _engine(settings, loaded, files, max_model_len=max_model_len)
     server.state.model = loaded.facts
     server.state.device = loaded.device
