@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from worker.engine.disk_tier import SIZE, FaultyDirectory, Tier
 
+from vlm_worker.engine import embedding_reads, engine
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
@@ -36,21 +37,21 @@ async def start() -> AsyncIterator[StartEngine]:
         settings = EngineSettings(
             max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, strict=True
         )
-        engine = Engine(
+        made = Engine(
             runner or ChecksumRunner(),
             settings=dataclasses.replace(settings, **changes),
             positions=plain_positions,
             clock=clock,
             files=files,
         )
-        engine.start(asyncio.get_running_loop())
+        made.start(asyncio.get_running_loop())
         if not dies:
-            engines.append(engine)
-        return engine
+            engines.append(made)
+        return made
 
     yield start_engine
-    for engine in engines:
-        await engine.stop()
+    for one in engines:
+        await one.stop()
 
 
 @pytest.fixture
@@ -65,8 +66,15 @@ def until() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def tier(start: Any, until: Any, tmp_path: Path) -> Iterator[Callable[..., Tier]]:
-    """`tier(**settings)`, on the same directory each time; stop an engine before the next."""
+def tier(
+    start: Any, until: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Tier]]:
+    """`tier(**settings)`, on the same directory each time; stop an engine before the next.
+
+    No read times out, however busy this machine is.
+    """
+    for module in (embedding_reads, engine):
+        monkeypatch.setattr(module, "READ_SECONDS", 600.0)
     gates = []
 
     def make(*, wall_clock: Callable[[], float] = time.time, **settings: Any) -> Tier:
@@ -75,8 +83,8 @@ def tier(start: Any, until: Any, tmp_path: Path) -> Iterator[Callable[..., Tier]
         gates.append(directory.gate)
         files = EmbeddingFiles(directory, runner.embed_layout, wall_clock=wall_clock)
         defaults: dict[str, Any] = {"embedding_cache_bytes": SIZE, "max_image_tokens": 5}
-        engine = start(runner, files=files, **defaults | settings)
-        return Tier(engine, runner, directory, until)
+        started = start(runner, files=files, **defaults | settings)
+        return Tier(started, runner, directory, until)
 
     yield make
     for gate in gates:
