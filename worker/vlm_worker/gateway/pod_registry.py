@@ -101,11 +101,13 @@ class PodConnection:
             lent_queued_seconds=load.lent_queued_seconds if load else 0.0,
         )
 
-    def _stages(self, hello: Hello) -> frozenset[Stage]:
-        """The stages that it serves: an encoder's first load report says what the others are for.
+    @property
+    def usable(self) -> tuple[bool, frozenset[Stage]]:
+        """Whether it accepts, and the stages that it serves: what a load report may change."""
+        return self.accepts, self._stages(self.hello) if self.hello else frozenset()
 
-        Until then, an encoder that lends would be a pod of every stage.
-        """
+    def _stages(self, hello: Hello) -> frozenset[Stage]:
+        """The stages that it serves; an encoder's first load report says what others are for."""
         is_unknown = self.load is None and hello.role is Role.ENCODER
         return hello.stages & {Stage.ENCODER} if is_unknown else hello.stages
 
@@ -316,9 +318,9 @@ class Registry:
                     load = await anext(loads, None)
                 if load is None or (peer.hello and load.boot_id != peer.hello.boot_id):
                     return
-                before = peer.accepts, peer.load is None
+                before = peer.usable
                 peer.report(load)
-                if before != (peer.accepts, False):
+                if peer.usable != before:
                     self.waiters.notify()
 
     def _lost(self, peer: PodConnection, error: Exception) -> None:
