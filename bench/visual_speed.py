@@ -33,6 +33,7 @@ import numpy as np
 import random_vlm
 import table
 import visual_report
+from curves import PIXELS_OF_TOKEN
 from mixed_trace import NUM_REQUESTS, mixed_trace
 from own_engine import ImageInput, OwnEngine, Prompt
 from sides import PATCH_DIM, seconds_of_others
@@ -42,7 +43,6 @@ from vlm_worker.reduction import Method, Reduction
 
 BENCH: Final = "visual_speed"
 RECORD: Final = table.RESULTS / "visual_speed.jsonl"
-PIXELS_OF_TOKEN: Final = 28
 NUM_WORDS: Final = 60
 SIDES: Final = (224, 448, 896)
 TRACE_LEVERS: Final = ("off", "zip 1/4", "pixels 1/4")
@@ -153,9 +153,9 @@ class Numbers:
         return self._last
 
 
-def image_of(lever: Lever, seed: int, *, side: int = 0) -> ImageInput:
+def image_of(lever: Lever, seed: int) -> ImageInput:
     """A random image of the lever's side, with its reduction."""
-    rows = (side or lever.side) // 14
+    rows = lever.side // 14
     rng = np.random.default_rng(seed)
     patches = rng.standard_normal((rows * rows, PATCH_DIM), dtype=np.float32)
     return ImageInput(seed, (1, rows, rows), (rows // 2) ** 2, patches, lever.reduction)
@@ -206,7 +206,7 @@ def pyramid(engine: OwnEngine, num_rounds: int) -> list[dict[str, Any]]:
     seconds: dict[int, list[float]] = {side: [] for side in SIDES}
     for turn in range(num_rounds + 1):
         for side in SIDES:
-            prepared = image_of(LEVERS["off"], number.next() + 1_000_000, side=side).prepared()
+            prepared = image_of(Lever(side=side), number.next()).prepared()
             began = time.perf_counter()
             [embedding] = engine.runner.encode([prepared])
             seconds[side] += [time.perf_counter() - began] * bool(turn)

@@ -15,6 +15,7 @@ from typing import Final
 
 from vlm_cli.plan.facts import ITEM_BYTES, Linear, ModelFacts, Part
 from vlm_cli.plan.images import largest
+from vlm_operator.api.pool import LENT_KV_PERCENT
 from vlm_operator.names import Role
 
 KV_ITEM_BYTES: Final = {**ITEM_BYTES, "int8": 1}
@@ -169,10 +170,6 @@ def device_memory(
         encoder_cache=cache,
         kv=kv >> 20 << 20,
     )
-
-
-LENT_KV_PERCENT: Final = 30
-"""Maximum KV share of an encoder that lends, as the CRD's rule on `maxLentRequests`."""
 
 
 def lent_kv_bytes(memory: DeviceMemory) -> int:

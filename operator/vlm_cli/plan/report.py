@@ -17,6 +17,7 @@ from vlm_cli.plan.speed import CALL_SECONDS
 from vlm_cli.plan.topology import STAGES, Candidate, Choice, Network, choose
 from vlm_cli.sections import FactSection, Figure, NoteSection, Section, TableSection
 from vlm_operator.api.enums import Topology
+from vlm_operator.api.pool import LENT_KV_PERCENT
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import POOL_ROLES, Role
 
@@ -270,7 +271,7 @@ def _lending(facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers) -> Sect
             rows.append({**row, "KV": "-", "tokens": "-", "why": why or "its memory is unknown"})
             continue
         kv = capacity.lent_kv_bytes(node.memory_of(facts, every, weights=numbers.weights))
-        figure = f"at most {capacity.LENT_KV_PERCENT} % of (memory - runtime - weights)"
+        figure = f"at most {LENT_KV_PERCENT} % of (memory - runtime - weights)"
         tokens = Figure(kv // token_bytes, "tokens", "KV / KV per token")
         rows.append({**row, "KV": Figure(kv, "B", figure), "tokens": tokens, "why": ""})
     title = "Price of maxLentRequests, per encoder pod"

@@ -261,7 +261,7 @@ def _lends(role: str) -> str:
     return f"(has(self.{role}.maxLentRequests) && self.{role}.maxLentRequests > 0)"
 
 
-_LENT_KV_PERCENT = 30
+LENT_KV_PERCENT = 30
 """Maximum share for the KV of an encoder that lends: images keep the rest."""
 _LENT_KV = "self.encoder.kv.memoryPercent"
 
@@ -295,8 +295,8 @@ class Pools(Model):
         Rule(
             name="lent-kv",
             holds=f"!has(self.encoder) || !{_lends('encoder')} || (has(self.encoder.kv) && "
-            f"has({_LENT_KV}) && {_LENT_KV} <= {_LENT_KV_PERCENT})",
-            message=f"set encoder.kv.memoryPercent to 1 to {_LENT_KV_PERCENT}, "
+            f"has({_LENT_KV}) && {_LENT_KV} <= {LENT_KV_PERCENT})",
+            message=f"set encoder.kv.memoryPercent to 1 to {LENT_KV_PERCENT}, "
             "or remove maxLentRequests",
             at=".encoder.maxLentRequests",
         ),

@@ -50,6 +50,9 @@ class Api:
         found = {one["type"]: one["status"] for one in self.status.get("conditions", [])}
         return found.get(kind)
 
+    async def is_initialized(self) -> bool:
+        return self.holds("Initialized") == "True"
+
     async def record(self, _: Object, reason: str, message: str, *, warning: bool) -> None:
         self.events.append(f"{reason} {message} {warning}")
 
@@ -77,14 +80,11 @@ async def test_what_another_writes_over_a_nodes_verdict_is_written_back(tmp_path
     pod = made(api, tmp_path)
     living = asyncio.create_task(pod.run())
 
-    async def is_told() -> bool:
-        return api.holds("Initialized") == "True"
-
-    await until(is_told, seconds=30, awaited="the first status")
+    await until(api.is_initialized, seconds=30, awaited="the first status")
     api.merge({"conditions": [{"type": "Initialized", "status": "False"}]})
     assert api.holds("Initialized") == "False"
     pod.update(api.pod)
-    await until(is_told, seconds=30, awaited="the status to be written back")
+    await until(api.is_initialized, seconds=30, awaited="the status to be written back")
     pod.gone()
     await living
 
@@ -103,10 +103,7 @@ async def test_the_status_is_written_after_an_unexpected_error(tmp_path: Path):
     pod = made(api, tmp_path)
     living = asyncio.create_task(pod.run())
 
-    async def is_told() -> bool:
-        return api.holds("Initialized") == "True"
-
-    await until(is_told, seconds=30, awaited="the first status")
+    await until(api.is_initialized, seconds=30, awaited="the first status")
     assert api.num_failures == 1
     pod.gone()
     await living

@@ -174,17 +174,22 @@ class EncoderCache:
         tier = self.cold if entry.tier is Tier.COLD else self.hot
         if tier is self.cold and not self._promote(entry, now):
             return None
-        if counted and entry.ready and entry.counts_as_disk:
-            self.num_disk_hits += 1
-            entry.counts_as_disk = False
-        elif counted and entry.ready:
-            tier.num_hits += 1
+        if counted and entry.ready:
+            self.count_hit(entry, tier)
         elif counted:
             self.num_joins += 1
         if entry.ready:
             entry.expires = now + self._ttl_seconds
         self._pin(entry, owner)
         return entry
+
+    def count_hit(self, entry: Entry, tier: CacheTier) -> None:
+        """Count a hit of an entry that was in `tier`; the first one after a read is the disk's."""
+        if entry.counts_as_disk:
+            self.num_disk_hits += 1
+            entry.counts_as_disk = False
+        else:
+            tier.num_hits += 1
 
     def begin(
         self,

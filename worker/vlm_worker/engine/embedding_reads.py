@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -25,6 +26,7 @@ from vlm_worker.engine.encoder_batches import EncoderQueue
 from vlm_worker.engine.runner import EmbeddingCopies
 from vlm_worker.engine.settings import DiskStats
 from vlm_worker.errors import CancelledError, GoneError, WorkerError
+from vlm_worker.types import PreparedImage, RequestKey
 
 BUFFER_BYTES: Final = 128 << 20
 """Bytes that may wait to be written: also those of the largest file, and of the current read."""
@@ -120,6 +122,12 @@ class EmbeddingReads:
 
     def is_reading(self, entry: Entry) -> bool:
         return entry in self._reads
+
+    def encoding(
+        self, entry: Entry, image: PreparedImage, key: RequestKey, priority: int
+    ) -> Encode:
+        """What `fill` and `join` call if the disk does not fill the entry."""
+        return functools.partial(self._queue.push, entry, image, key, priority=priority)
 
     def fill(self, entry: Entry, encode: Encode | None, *, counted: bool = True) -> None:
         """Read an entry that began to be filled if the disk has it in time; else encode it.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -343,19 +342,14 @@ class EncodeRequests:
         cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
         if cached is not None:
             if image.reduction is None:
-                self.reads.join(cached, self._encode(cached, image, key, priority))
+                self.reads.join(cached, self.reads.encoding(cached, image, key, priority))
             return cached
         if image.reduction is not None:
             reduced = self._reduced.from_cache(image, owner)
             return reduced or self._reduced.encode(image, owner, key, priority=priority)
         entry = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False, now=now)
-        self.reads.fill(entry, self._encode(entry, image, key, priority))
+        self.reads.fill(entry, self.reads.encoding(entry, image, key, priority))
         return entry
-
-    def _encode(
-        self, entry: Entry, image: PreparedImage, key: RequestKey, priority: int
-    ) -> Callable[[], None]:
-        return functools.partial(self.queue.push, entry, image, key, priority=priority)
 
     def _answer(self, answer: Callable[[bool], None], *, is_cached: bool) -> None:
         if answer in self._answers:

@@ -9,7 +9,7 @@ Both entries stay in the encoder cache. The whole one serves every other reducti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
@@ -69,13 +69,11 @@ class ReducedImages:
             self._cache.unpin(whole, self, now=now)
         if embedding is None:
             return None
-        is_disk_hit, whole.counts_as_disk = whole.counts_as_disk, False
-        if counted and is_disk_hit:
-            self._cache.num_disk_hits += 1
-        elif counted:
-            tier.num_hits += 1
         entry = self._begin(image, owner)
-        entry.counts_as_disk = is_disk_hit and not counted  # the lookup of `encode` counts it
+        if counted:
+            self._cache.count_hit(whole, tier)
+        else:  # the lookup of `encode` counts it
+            entry.counts_as_disk, whole.counts_as_disk = whole.counts_as_disk, False
         self._complete(entry, image, embedding)
         return entry
 
@@ -113,16 +111,15 @@ class ReducedImages:
     ) -> None:
         """Join what fills the whole image, or begin it; without `may_read`, at the encoder."""
         now = self._clock()
-
         whole = self._cache.find(image.image_key, num_tokens=image.num_tokens, now=now)
         if whole is not None and not whole.ready:
             self._cache.lookup(image.image_key, entry, num_tokens=image.num_tokens, now=now)
-            self._reads.join(whole, self._encode(whole, image, key, priority))
+            self._reads.join(whole, self._reads.encoding(whole, image, key, priority))
         else:
             whole = self._cache.begin(
                 image.image_key, entry, num_tokens=image.num_tokens, counted=not may_read, now=now
             )
-            encode = self._encode(whole, image, key, priority)
+            encode = self._reads.encoding(whole, image, key, priority)
             if may_read:
                 self._reads.fill(whole, encode)
             else:
@@ -130,11 +127,6 @@ class ReducedImages:
         self._wholes[entry] = whole
         filled = functools.partial(self._on_filled, entry, whole, image, key, priority)
         whole.waiters.append(filled)
-
-    def _encode(
-        self, whole: Entry, image: PreparedImage, key: RequestKey, priority: int
-    ) -> Callable[[], None]:
-        return functools.partial(self._queue.push, whole, image, key, priority=priority)
 
     def _on_filled(
         self,

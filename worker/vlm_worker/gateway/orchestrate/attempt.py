@@ -33,7 +33,7 @@ from vlm_worker.gateway.orchestrate.prepared_request import (
 )
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import PodsInUse, Registry
-from vlm_worker.route import Choice, Demand, Route, another_decode
+from vlm_worker.route import Choice, Route, another_decode
 from vlm_worker.types import FinishReason, Request, RequestKey, Role, Source
 from vlm_worker.wire.messages import (
     Accepted,
@@ -91,7 +91,7 @@ class Attempt:
         with self.pods, contextlib.ExitStack() as borrowed:
             try:
                 if self._route.lent is not None:
-                    num_tokens = self._demand().num_tokens
+                    num_tokens = self._prepared.num_tokens(len(self._delivered.token_ids))
                     name = self._route.lent.pod.name
                     borrowed.enter_context(self._registry.borrows(name, num_tokens=num_tokens))
                 if self._route.decode is not None:
@@ -125,9 +125,6 @@ class Attempt:
         sources = tuple(encoding.source(item) for item in kept) if encoding is not None else ()
         await self._prefill(request, sources)
 
-    def _demand(self) -> Demand:
-        return self._prepared.demand(len(self._delivered.token_ids), self._registry.caches)
-
     async def _encode_images(self, encoding: Encoding, choice: Choice) -> None:
         encodes = self._registry.encodes(choice.pod.name, len(self._prepared.images))
         with encodes, self.pods.record_failure(choice.pod):
@@ -142,7 +139,7 @@ class Attempt:
         """
         route, registry = self._route, self._registry
         assert route.decode is not None
-        demand = self._demand()
+        demand = self._prepared.demand(len(self._delivered.token_ids), registry.caches)
         deadline = self._trace.clock() + self._prepared.max_wait_seconds
         choice = route.decode
         refused: set[bytes] = set()

@@ -48,6 +48,10 @@ class PreparedRequest:
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
 
+    def num_tokens(self, num_delivered: int) -> int:
+        """Tokens for which a pod needs KV, after so many were delivered."""
+        return len(self.prompt_without(frozenset()).token_ids) + num_delivered + 1
+
     def demand(self, num_delivered: int, caches: PodCaches) -> Demand:
         """The demand on the route after `num_delivered` tokens of the answer."""
         digests = self.digests
@@ -55,7 +59,7 @@ class PreparedRequest:
             (key, image.num_tokens) for key, image in zip(digests.images, self.images, strict=True)
         ]
         return Demand(
-            num_tokens=len(self.prompt_without(frozenset()).token_ids) + num_delivered + 1,
+            num_tokens=self.num_tokens(num_delivered),
             image_digest=self.images[0].digest if self.images else b"",
             prefix_digest=digests.head,
             needs_decode=self.sampling.max_tokens - num_delivered > 1,
