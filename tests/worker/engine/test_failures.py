@@ -57,7 +57,7 @@ async def test_a_crashing_step_fails_one_half_and_spares_the_other(start: Any, u
         assert isinstance(failed[-1].error, EngineError)
     for request, said in zip(requests[1:], told[2:], strict=True):
         assert tokens(said) == answer_alone(request)
-    assert engine._state.step_loop.failures_in_a_row == 0
+    assert engine._thread.state.step_loop.failures_in_a_row == 0
     assert engine.healthy
     after = await events(engine.submit_prefill(text("after"), for_peer=False))
     assert tokens(after) == answer_alone(text("after"))
@@ -154,7 +154,7 @@ async def test_an_ended_thread_fails_all_requests_and_reports_its_cause(start: A
 async def test_a_leak_is_found_when_the_engine_rests(start: Any, until: Any, strict: bool) -> None:
     engine: Engine = start(dies=True, strict=strict)
     await events(engine.submit_prefill(text("r"), for_peer=False))
-    state = engine._state
+    state = engine._thread.state
     state.sequences.pool.take(2)  # nobody will give these back
     await engine.release(RequestKey("wake up", 0))
     if strict:

@@ -91,7 +91,7 @@ def take_worker(marks: Marks, server: WorkerServer, order: dict[str, Any]) -> An
             "num_requests": stats["counters"]["requests"],
         }
     if "step" in order:
-        runner = components.engine._state.sequences._runner
+        runner = components.engine._thread.state.sequences._runner
         runner.faults.step_seconds = order["step"]
     return take_marks(marks, order)
 

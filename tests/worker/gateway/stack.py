@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def runner(self) -> ChecksumRunner:
-        runner = self.components.engine._state.sequences._runner
+        runner = self.components.engine._thread.state.sequences._runner
         assert isinstance(runner, ChecksumRunner)
         return runner
 

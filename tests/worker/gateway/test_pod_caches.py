@@ -199,7 +199,7 @@ def user(*contents: object) -> dict[str, object]:
 
 
 def num_hits(worker: Worker) -> int:
-    return worker.components.engine._state.step_loop.prefix.hits
+    return worker.components.engine._thread.state.step_loop.prefix.hits
 
 
 async def test_a_second_turn_goes_to_the_pod_that_has_the_first_not_to_the_home_of_its_block() -> (

@@ -109,10 +109,10 @@ async def test_a_worker_whose_step_never_ends_closes_all_the_same(
         worker.runner.gate.clear()
         asking = asyncio.create_task(collect(worker, PrefillCall(request_of(), "t-1", ())))
         engine = worker.components.engine
-        await until(lambda: engine._turn_started is not None)
+        await until(lambda: engine._thread._turn_started is not None)
         async with asyncio.timeout(TIMEOUT):
             await worker.server.close()
-        assert engine._turn_started is not None, "the step had ended"
+        assert engine._thread._turn_started is not None, "the step had ended"
         with pytest.raises(WorkerError):
             await asking
         worker.runner.gate.set()

@@ -243,7 +243,7 @@ async def test_a_prefill_pool_half_full_of_unread_kv_takes_no_more_for_peers() -
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         held = Request(RequestKey("held", 1), tuple(range(18)), 18, sampling)
         assert [e async for e in engine.submit_prefill(held, for_peer=True)]
-        assert engine._state.sequences.scheduler.pending_transfers.num_held_blocks == 5
+        assert engine._thread.state.sequences.scheduler.pending_transfers.num_held_blocks == 5
         late = Request(RequestKey("late", 1), tuple(range(50, 54)), 4, sampling)
         [refused] = [e async for e in engine.submit_prefill(late, for_peer=True)]
         assert isinstance(refused, FailedEvent)

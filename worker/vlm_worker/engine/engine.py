@@ -1,14 +1,10 @@
-"""The engine: an API on the event loop, and one thread that computes.
+"""The engine: an API on the event loop, and one thread that computes (`engine_thread`).
 
       asyncio loop                         engine thread: scheduler and steps
       ------------                         ----------------------------------------------
       submit, cancel, import --commands--> all commands -> [flush -> some copies] -> turn -> ...
       EventStream, futures   <--events---- delivered before each call of the model
       readable_blocks ----- a thread that only copies, while a step may run
-
-Copies are commands that take long. The thread flushes the events of the last step before them, and
-limits the bytes that it copies between two steps, so that decoding sequences wait little. If a turn
-finds no work, the runner prefaults memory until the next command.
 
 The calls by role:
 
@@ -25,57 +21,22 @@ copy. Every submission gets a last event. A caller that stops waiting calls `can
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
-import dataclasses
 import functools
-import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
 from vlm_worker.engine.attempts import BlockLoan
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.embedding_reads import READ_SECONDS
-from vlm_worker.engine.events import (
-    EncodeEvent,
-    EventStream,
-    ItemFailed,
-    LoopNotifier,
-    OutputEvent,
-    PrefillEvent,
-    deliver,
-)
+from vlm_worker.engine.engine_thread import Command, EngineThread, refuse
+from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, PrefillEvent
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, ReceiveResult
 from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
-from vlm_worker.errors import DrainingError, EngineError, WorkerError
+from vlm_worker.errors import EngineError
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
 from vlm_worker.wire.messages import CancelOutcome
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
-IDLE_SECONDS = 0.05
-"""Wait for a command before prefaulting: an image that arrives soon finds the thread free."""
-SNAPSHOT_SECONDS = 0.05
-"""Maximum age of the statistics while the engine is busy."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Command:
-    """A call to make on the thread, and `refuse`, called on the loop if it cannot be made.
-
-    If it copies `num_bytes`, it may be overtaken by commands that copy nothing.
-    """
-
-    work: Callable[[State], None]
-    refuse: Callable[[EngineError], None] = lambda _: None
-    num_bytes: int = 0
 
 
 class Engine:
@@ -99,48 +60,26 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         files: EmbeddingFiles | None = None,
     ) -> None:
-        self._runner, self._settings, self._clock, self._files = runner, settings, clock, files
-        parts: dict[str, Any] = {"positions": positions, "clock": clock, "files": files}
-        self._state = State(runner, settings=settings, send=self._send, **parts)
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._copies: collections.deque[Command] = collections.deque()
-        self._state.encode_requests.queue.on_ended = self._wake
-        self.readable_blocks = self._state.sequences.readable_blocks
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._notifier = LoopNotifier()
-        self._stopped: asyncio.Future[None] | None = None
-        self._stopping = False
-        self._death: BaseException | None = None
-        self._turn_started: float | None = None
-        self._snapshot_at = 0.0
-        self._stats: EngineStats = self._state.snapshot()
+        self._files = files
+        self._thread = EngineThread(
+            runner, settings=settings, positions=positions, clock=clock, files=files
+        )
+        self.readable_blocks = self._thread.state.sequences.readable_blocks
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread; events are delivered on `loop`."""
-        self._notifier.open(loop)
-        self._stopped = loop.create_future()
-        if self._files is not None:
-            self._files.start(self._wake)
-        self._thread.start()
+        self._thread.start(loop)
 
     async def stop(self) -> None:
         """End the thread after its current turn; unfinished work fails with DrainingError.
 
         Raises the error that ended the thread, if any.
         """
-        if self._stopped is None:
-            return
-        self._commands.put(Command(self._stop))
-        await asyncio.shield(self._stopped)
-        self._thread.join()
-        if self._files is not None:
-            await asyncio.to_thread(self._files.close)
-        if self._death is not None:
-            raise self._death
+        await self._thread.stop()
 
     def stats(self) -> EngineStats:
         """The latest snapshot; safe from any thread."""
-        return self._stats
+        return self._thread.stats
 
     @property
     def healthy(self) -> bool:
@@ -150,13 +89,7 @@ class Engine:
     @property
     def unhealthy_reason(self) -> str | None:
         """Why it is not healthy; follows "the engine cannot go on: " in a sentence."""
-        if not self._thread.is_alive():
-            return "it has ended" if self._death is None else f"it died: {self._death!r}"
-        starts = self._turn_started, self._state.encode_requests.queue.async_encode_started
-        longest = max((self._clock() - start for start in starts if start is not None), default=0.0)
-        if longest > self._settings.stuck_step_seconds:
-            return f"a step has taken {longest:.0f} s: it is stuck"
-        return self._state.unhealthy_reason
+        return self._thread.unhealthy_reason
 
     # ---- encoder ---------------------------------------------------------------------------------
 
@@ -179,7 +112,7 @@ class Engine:
         def refuse(error: EngineError) -> None:
             stream.close_with(*(ItemFailed(item, error) for item in range(len(images))))
 
-        self._post(Command(work, refuse))
+        self._thread.post(Command(work, refuse))
         return stream
 
     async def pin_cached(self, key: RequestKey, image: PreparedImage) -> bool:
@@ -188,13 +121,13 @@ class Engine:
         An embedding on the disk is read first. `encode` needs no patches of such an image.
         `encode`, `unpin_cached` or `cancel` end it.
         """
-        if await self._call(lambda state: state.encode_requests.pin_cached(key, image)):
+        if await self._thread.call(lambda state: state.encode_requests.pin_cached(key, image)):
             return True
         if self._files is None:
             return False
         if await self._read_whole(key, image):
-            return await self._call(lambda state: state.encode_requests.pin_read(key, image))
-        self._post(Command(lambda state: state.encode_requests.unpin_whole(key, image)))
+            return await self._thread.call(lambda state: state.encode_requests.pin_read(key, image))
+        self._thread.post(Command(lambda state: state.encode_requests.unpin_whole(key, image)))
         return False
 
     async def _read_whole(self, key: RequestKey, image: PreparedImage) -> bool:
@@ -205,21 +138,21 @@ class Engine:
             answer = functools.partial(state.events.answer, future)
             state.encode_requests.read_whole(key, image, answer)
 
-        self._post(Command(work, functools.partial(_refuse, future)))
+        self._thread.post(Command(work, functools.partial(refuse, future)))
         await asyncio.wait({future}, timeout=2 * READ_SECONDS)  # it may wait for an encoding
         return future.done() and future.result()
 
     def unpin_cached(self, key: RequestKey) -> None:
         """Unpin what `pin_cached` pinned for this key; idempotent."""
-        self._post(Command(lambda state: state.encode_requests.unpin_cached(key)))
+        self._thread.post(Command(lambda state: state.encode_requests.unpin_cached(key)))
 
     async def export_embedding(self, key: RequestKey, item: int) -> memoryview:
         """The rows of a ready item, `[num_tokens, row_bytes]`."""
-        return await self._call(lambda state: state.encode_requests.export(key, item))
+        return await self._thread.call(lambda state: state.encode_requests.export(key, item))
 
     def release_embedding(self, key: RequestKey, item: int) -> None:
         """Unpin an item; idempotent. It stays in the cache until it is evicted."""
-        self._post(Command(lambda state: state.encode_requests.release(key, item)))
+        self._thread.post(Command(lambda state: state.encode_requests.release(key, item)))
 
     # ---- prefill ---------------------------------------------------------------------------------
 
@@ -244,7 +177,9 @@ class Engine:
 
         Raises CorruptTransferError if the size differs from what the item needs.
         """
-        await self._call(lambda state: state.put_embedding(key, item, rows), num_bytes=rows.nbytes)
+        await self._thread.call(
+            lambda state: state.put_embedding(key, item, rows), num_bytes=rows.nbytes
+        )
 
     async def lend_blocks(
         self, key: RequestKey, first_block: int, end_block: int
@@ -252,14 +187,16 @@ class Engine:
         """Keep announced blocks unchanged until the result is called, even if the request ends."""
         loans: list[BlockLoan] = []
         try:
-            await self._call(lambda state: state.sequences.lend(key, first_block, end_block, loans))
+            await self._thread.call(
+                lambda state: state.sequences.lend(key, first_block, end_block, loans)
+            )
         except BaseException:
             self._return(key, loans)  # the command may run after a cancel
             raise
         return functools.partial(self._return, key, loans)
 
     def _return(self, key: RequestKey, loans: list[BlockLoan]) -> None:
-        self._post(Command(lambda state: state.attempts.return_loans(key, loans)))
+        self._thread.post(Command(lambda state: state.attempts.return_loans(key, loans)))
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -272,7 +209,7 @@ class Engine:
             OverloadedError: too few blocks are available now.
             ContextTooLongError: the cache is too small.
         """
-        await self._call(lambda state: state.sequences.reserve(key, num_tokens))
+        await self._thread.call(lambda state: state.sequences.reserve(key, num_tokens))
 
     async def receive(self, request: Request, *, in_place: bool = False) -> ReceiveResult:
         """Turn the reservation into blocks; returns the first block that a peer has to deliver.
@@ -285,14 +222,16 @@ class Engine:
         Raises:
             OverloadedError: the reservation was too small, and too few blocks are available.
         """
-        return await self._call(lambda state: state.sequences.receive(request, in_place=in_place))
+        return await self._thread.call(
+            lambda state: state.sequences.receive(request, in_place=in_place)
+        )
 
     async def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
         """Write whole blocks `first_block ...` that a peer sent; in any order.
 
         Raises CorruptTransferError if they are not whole blocks, or not of this request.
         """
-        await self._call(
+        await self._thread.call(
             lambda state: state.sequences.import_blocks(key, first_block, data),
             num_bytes=data.nbytes,
         )
@@ -302,14 +241,16 @@ class Engine:
 
         Raises CorruptTransferError if they are not of this request, or were confirmed before.
         """
-        await self._call(lambda state: state.sequences.confirm_blocks(key, first_block, num_blocks))
+        await self._thread.call(
+            lambda state: state.sequences.confirm_blocks(key, first_block, num_blocks)
+        )
 
     def return_blocks(self, key: RequestKey) -> None:
         """Return the loan of this key: no thread writes into its blocks. Idempotent.
 
         Until then the blocks are not reused, even if the request has ended.
         """
-        self._post(Command(lambda state: state.sequences.return_loan(key)))
+        self._thread.post(Command(lambda state: state.sequences.return_loan(key)))
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.
@@ -317,7 +258,9 @@ class Engine:
         Raises CorruptTransferError if blocks are missing.
         """
         stream: EventStream[PrefillEvent] = EventStream(key)
-        await self._call(lambda state: state.sequences.start_decode(key, first_token_id, stream))
+        await self._thread.call(
+            lambda state: state.sequences.start_decode(key, first_token_id, stream)
+        )
         return stream
 
     def adopt_local(self, request: Request) -> EventStream[PrefillEvent]:
@@ -338,11 +281,11 @@ class Engine:
         CANCEL_REQUESTED_IN_FLIGHT means that a peer has read some of the blocks and may continue.
         It reads copies, so the blocks are free.
         """
-        return await self._call(lambda state: state.cancel(key))
+        return await self._thread.call(lambda state: state.cancel(key))
 
     async def release(self, key: RequestKey) -> None:
         """Free what is held or reserved under `key`; idempotent, and no error for unknown keys."""
-        await self._call(lambda state: state.sequences.release(key))
+        await self._thread.call(lambda state: state.sequences.release(key))
 
     async def drain(self) -> int:
         """At the drain deadline: end every sequence and refuse new work.
@@ -350,15 +293,7 @@ class Engine:
         Decoding sequences finish with FinishReason.DRAINED, the others fail with DrainingError.
         Returns the number of ended sequences and images.
         """
-        return await self._call(lambda state: state.drain())
-
-    # ---- commands --------------------------------------------------------------------------------
-
-    def _post(self, command: Command) -> None:
-        if self._stopped is None or self._stopped.done():
-            command.refuse(EngineError("the engine does not run"))
-        else:
-            self._commands.put(command)
+        return await self._thread.call(lambda state: state.drain())
 
     def _stream(
         self, key: RequestKey, work: Callable[[State, EventStream[PrefillEvent]], None]
@@ -369,131 +304,5 @@ class Engine:
         def refuse(error: EngineError) -> None:
             stream.close_with(FailedEvent(error))
 
-        self._post(Command(lambda state: work(state, stream), refuse))
+        self._thread.post(Command(lambda state: work(state, stream), refuse))
         return stream
-
-    async def _call(self, work: Callable[[State], T], *, num_bytes: int = 0) -> T:
-        """Queue a command and wait for its result or its WorkerError.
-
-        If the caller is cancelled, a queued copy is skipped: its memory may be in other use.
-        """
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def answer(_: State) -> None:
-            if not (num_bytes and future.cancelled()):
-                self._answer(future, work)
-
-        self._post(Command(answer, functools.partial(_refuse, future), num_bytes))
-        return await future
-
-    def _finish(self) -> None:
-        """Refuse the commands that the ended thread did not execute."""
-        assert self._stopped is not None
-        while not self._commands.empty():
-            self._copies.append(self._commands.get())
-        for command in self._copies:
-            command.refuse(EngineError("the engine does not run"))
-        self._notifier.close()
-        self._stopped.set_result(None)
-
-    # ---- on the thread ---------------------------------------------------------------------------
-
-    def _main(self) -> None:
-        try:
-            self._run()
-            self._state.fail_pending(DrainingError("the engine stopped"))
-        except BaseException as error:  # every waiting caller gets it
-            logger.exception("the engine thread died")
-            self._death = error
-            self._state.fail_pending(EngineError(f"the engine died: {error!r}"))
-        finally:
-            self._call_loop(functools.partial(deliver, self._state.events.take()))
-            self._call_loop(self._finish)
-
-    def _run(self) -> None:
-        busy = False
-        while not self._stopping:
-            self._do_commands(wait=not busy and not self._copies)
-            self._do_copies()
-            self._turn_started = self._clock()
-            busy = self._state.turn()
-            self._turn_started = None
-            if not busy:
-                self._state.check_idle()
-            self._take_snapshot(busy=busy)
-            if not busy:
-                self._state.events.flush()
-
-    def _do_commands(self, *, wait: bool) -> None:
-        """Execute all queued commands and queue the copies; with `wait`, wait for a command."""
-        while True:
-            try:
-                command = self._awaited() if wait else self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if command.num_bytes:
-                self._copies.append(command)
-            else:
-                command.work(self._state)
-            wait = False
-
-    def _awaited(self) -> Command:
-        """The next command; the runner prefaults until then. queue.Empty if a read is late."""
-        with contextlib.suppress(queue.Empty):
-            return self._commands.get(timeout=IDLE_SECONDS)
-        seconds = self._state.encode_requests.reads.seconds_left
-        while seconds is None and self._commands.empty() and self._runner.prefault():
-            pass
-        return self._commands.get(timeout=seconds)
-
-    def _do_copies(self) -> None:
-        """Execute copies in order, at most `max_copy_bytes` between two steps, at least one."""
-        if self._copies:
-            self._state.events.flush()
-        remaining_bytes = self._settings.max_copy_bytes
-        while self._copies and remaining_bytes > 0:
-            command = self._copies.popleft()
-            command.work(self._state)
-            remaining_bytes -= command.num_bytes
-
-    def _answer(self, future: asyncio.Future[T], work: Callable[[State], T]) -> None:
-        result: Any
-        try:
-            result = work(self._state)
-        except WorkerError as error:
-            result = error
-        except Exception as error:
-            self._state.events.answer(future, EngineError(f"the engine died: {error!r}"))
-            raise
-        self._state.events.answer(future, result)
-
-    def _take_snapshot(self, *, busy: bool) -> None:
-        """Renew the statistics if a request came or ended, at rest, and periodically."""
-        now, inflight = self._clock(), len(self._state.attempts.by_key)
-        stale = now - self._snapshot_at >= SNAPSHOT_SECONDS
-        if stale or not busy or inflight != self._stats.inflight:
-            self._snapshot_at = now
-            self._stats = self._state.snapshot()
-
-    def _send(self, events: Iterator[OutputEvent]) -> None:
-        """Deliver events in one call into the loop, with up-to-date statistics."""
-        self._take_snapshot(busy=True)
-        self._call_loop(functools.partial(deliver, events))
-
-    def _call_loop(self, callback: Callable[[], None]) -> None:
-        try:
-            self._notifier.call(callback)
-        except RuntimeError:  # the loop is closed: no reader exists
-            self._stopping = True
-
-    def _stop(self, _: State) -> None:
-        self._stopping = True
-
-    def _wake(self) -> None:
-        """Start a turn soon. Called by any thread."""
-        self._commands.put(Command(lambda _: None))
-
-
-def _refuse(future: asyncio.Future[Any], error: EngineError) -> None:
-    if not future.done():
-        future.set_exception(error)
