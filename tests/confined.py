@@ -81,7 +81,11 @@ def _separate(uid: int | None, *, network: bool) -> None:
 
 
 def _configure(addresses: list[str]) -> None:
-    """Bring the loopback device up with these addresses; each kind brings its 127.0.0.1 or ::1."""
+    """Bring the loopback device up with these addresses; each kind brings its 127.0.0.1 or ::1.
+
+    Every port is free for every user.
+    """
+    pathlib.Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as four:
         _ioctl(four, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
         wanted = [one for one in addresses if "." in one]

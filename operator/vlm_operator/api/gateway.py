@@ -6,12 +6,23 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from vlm_operator.api.base import Bytes, ImageName, Model, NameRef, Restarts, Rule, field, not_built
+from vlm_operator.api.base import Bytes, ImageName, Model, NameRef, Restarts, Rule, field, shaped
 from vlm_operator.api.enums import ClientPriority, ServiceType
 from vlm_operator.api.placement import Placement, ResourceRequirements
 from vlm_operator.api.pod_template import Annotations, PodTemplate
 
-Domain = Annotated[str, Field(min_length=1, max_length=253)]
+_DOMAIN = r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+Domain = Annotated[
+    str,
+    Field(min_length=1, max_length=253, pattern=_DOMAIN),
+    shaped("domain", _DOMAIN, "must be a host in lower case, or *. and a host"),
+]
+_CIDR = r"^[0-9a-fA-F:.]{2,45}/[0-9]{1,3}$"
+Cidr = Annotated[
+    str,
+    Field(max_length=49, pattern=_CIDR),
+    shaped("cidr", _CIDR, "must be ADDRESS/BITS, as 10.20.0.0/16"),
+]
 
 
 class GatewayService(Model):
@@ -64,23 +75,24 @@ class Tls(Model):
 
 
 class Media(Model):
-    """The allowed sources of images."""
+    """The sources of images besides data: URLs."""
 
     allowed_domains: list[Domain] = field(
         [],
-        "Hosts from which images are fetched; empty refuses every URL but data:.",
+        "Hosts from which gateways fetch images; *.HOST allows all below HOST.",
         example=["images.example.com"],
         max_length=32,
+        unset="only data: URLs",
     )
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        not_built(
-            "media-domains",
-            "!has(self.allowedDomains) || self.allowedDomains.size() == 0",
-            "fetching images by URL",
-            at=".allowedDomains",
-            instead="leave it empty and send data: URLs",
-        ),
+    allow_http: bool = field(False, "Whether URLs without TLS are fetched.", example=True)
+    allowed_networks: list[Cidr] = field(
+        [],
+        "Networks that are not public in which hosts of allowedDomains may be.",
+        example=["10.20.0.0/16"],
+        max_length=8,
+    )
+    max_redirects: int = field(
+        0, "Redirects that are followed; each is checked as the URL is.", example=2, ge=0, le=3
     )
 
 

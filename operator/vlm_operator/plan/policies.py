@@ -4,6 +4,7 @@ client ─8000─▶ gateway ─9000─▶ encoder, prefill, decode        opera
                gateway ─443──▶ API server                       prefill ─9000─▶ encoder
                all ─53─▶ DNS                                     decode ─9000─▶ prefill, encoder
                all ───▶ the collector of spec.tracing
+               gateway ─443, 80▶ the hosts of gateway.media
 Job of model.cache, else all pods of an hf:// model ─443─▶ the hub
 """
 
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 from vlm_operator import names
 from vlm_operator.api import VLMService
+from vlm_operator.api.gateway import Media
 from vlm_operator.cluster import DEPLOYMENT
 from vlm_operator.names import Role
 from vlm_operator.pods.parts import selector
@@ -148,6 +150,7 @@ def _egress(
         rules.append({"to": producers, "ports": [_tcp(names.PORT_DATA)]})
     if role is Role.GATEWAY:
         rules.append({"ports": [_tcp(port) for port in network.api_server_ports]})
+        rules += _media(service.spec.gateway.media)
     if hub:
         rules += _hub(network)
     if service.spec.tracing is not None:
@@ -171,6 +174,15 @@ def _hub(network: Network) -> list[Rule]:
     if network.model_sources:
         rules.append({"to": [{"ipBlock": {"cidr": cidr}} for cidr in network.model_sources]})
     return rules
+
+
+def _media(media: Media) -> list[Rule]:
+    """Return the rule for hosts of images: a policy knows no names, so it names addresses."""
+    if not media.allowed_domains:
+        return []
+    networks: list[Rule] = [{"ipBlock": {"cidr": cidr}} for cidr in media.allowed_networks]
+    ports = (443, 80) if media.allow_http else (443,)
+    return [{"to": [*_INTERNET, *networks], "ports": [_tcp(port) for port in ports]}]
 
 
 def _collector(url: str) -> Rule:

@@ -171,6 +171,7 @@ def gateway_config(service: VLMService) -> dict[str, Any]:
     """
     spec = service.spec
     limits, slo, admission = spec.model.limits, spec.slo, spec.admission
+    media = spec.gateway.media
     encoder = spec.pools.encoder
     zero = None if encoder is None else encoder.scaling.scale_to_zero
     return {
@@ -201,5 +202,10 @@ def gateway_config(service: VLMService) -> dict[str, Any]:
             "max_queue_seconds": None if admission is None else admission.max_queue_seconds,
             "on_exceeded": "Queue" if admission is None else admission.on_exceeded.value,
         },
-        "media": {"allowed_domains": list(spec.gateway.media.allowed_domains)},
+        "media": {
+            "allowed_domains": list(media.allowed_domains),
+            "allow_http": media.allow_http,
+            "allowed_networks": list(media.allowed_networks),
+            "max_redirects": media.max_redirects,
+        },
     }

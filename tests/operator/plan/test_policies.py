@@ -197,6 +197,20 @@ def test_the_api_server_takes_every_block_of_addresses():
             assert other.network_address.ipv4_mapped is None
 
 
+@pytest.mark.parametrize("http", [False, True])
+def test_gateways_alone_reach_the_hosts_of_images(http: bool):
+    media = {"allowedDomains": ["images.example"], "allowedNetworks": ["10.9.0.0/16"]}
+    spec = body({"gateway": {"media": {**media, "allowHttp": http}}}, decode=pool())
+    network = Network(OPERATOR, api_server_ports=(6443,))
+    policies, gateway = network_policies(service(spec), network), pod("gateway")
+    for end in (OUTSIDE["internet"], End("images", {}, "", "10.9.0.7")):
+        assert allowed(policies, gateway, end, 443)
+        assert allowed(policies, gateway, end, 80) is http
+        assert not allowed(policies, pod("decode"), end, 443)
+    for address in ("10.8.0.7", "169.254.169.254", "fd00::1"):
+        assert not allowed(policies, gateway, End("private", {}, "", address), 443)
+
+
 CACHED = {"uri": "hf://org/name", "revision": "a" * 40, "cache": {"claim": {"size": "1Gi"}}}
 
 

@@ -110,7 +110,7 @@ def _texts(schema: Schema) -> list[str]:
     least, most = schema.get("minLength", 0), schema.get("maxLength", 64)
     return [
         text
-        for text in ("/scratch", "Issuer", *_NAMES, *_TEXT)
+        for text in ("/scratch", "Issuer", "10.20.0.0/16", *_NAMES, *_TEXT)
         if pattern.search(text) and least <= len(text) <= most
     ]
 
@@ -252,7 +252,6 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
         {**spec, "memory": "1e9"} if "memory" in spec else spec, "memory", "memoryPercent"
     ),
     "Limits": lambda spec: {**_without("videoSeconds")(spec), "imagesPerRequest": 4},
-    "Media": _without("allowedDomains"),
     "ModelSource": _model,
     "Parallelism": _without("tensor"),
     "PoolRollout": lambda spec: {**spec, "maxSurge": 1},

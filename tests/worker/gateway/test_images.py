@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from worker.gateway.image_files import data_url, encoded, png
 from worker.gateway.stack import MODEL
@@ -10,7 +9,7 @@ from worker.gateway.stack import MODEL
 from vlm_worker.core.families import load_family
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ImagePart
-from vlm_worker.gateway.config import Config, Limits, Media
+from vlm_worker.gateway.config import Config, Limits
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.turns import at_once
 from vlm_worker.gateway.visual import VisualLimits, VisualPolicy
@@ -75,20 +74,6 @@ def test_a_broken_image_is_left_out_where_the_service_says_so() -> None:
     found = at_once(read_images(parts, config, FAMILY, visual=PLAIN))
     assert found[0] is not None
     assert found[1] is None
-
-
-def test_an_allowed_domain_is_told_that_fetching_is_not_built() -> None:
-    config = msgspec.structs.replace(Config(), media=Media(allowed_domains=["good.example"]))
-    codes = []
-    for url in (
-        "https://good.example/a.png",
-        "https://evil.example/a.png",
-        "http://good.example@evil.example/",
-    ):
-        with pytest.raises(ApiError) as refused:
-            at_once(read_images([ImagePart(url, "auto", "here")], config, FAMILY, visual=PLAIN))
-        codes.append(refused.value.code)
-    assert codes == ["image_fetch_unsupported", "image_url_not_allowed", "image_url_not_allowed"]
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])

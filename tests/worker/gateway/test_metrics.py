@@ -113,7 +113,7 @@ def test_hostile_requests_make_no_series() -> None:
     many = len(samples(meters))
     print(f"series after 300 and 3,000 requests: {few}, {many}")
     assert many <= few + 60  # the edges of another goal
-    assert many <= 500
+    assert many <= 520
 
 
 def test_counts_of_requests_start_at_zero_so_that_rates_have_the_first_request() -> None:

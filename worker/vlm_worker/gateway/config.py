@@ -21,6 +21,8 @@ from typing import Literal
 
 import msgspec
 
+from vlm_worker.gateway.fetching import urls
+from vlm_worker.gateway.fetching.urls import Media
 from vlm_worker.gateway.visual import VisualLimits, problem_of
 from vlm_worker.types import Modality
 
@@ -59,10 +61,6 @@ class Admission(msgspec.Struct, frozen=True):
 
     max_queue_seconds: float | None = None
     on_exceeded: Literal["Queue", "Reject"] = "Queue"
-
-
-class Media(msgspec.Struct, frozen=True):
-    allowed_domains: list[str] = []
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -134,7 +132,7 @@ class ConfigWatcher:
         if digest == self.now.config_hash:
             return
         config = msgspec.json.decode(raw, type=Config)
-        if problem := problem_of(config.limits.visual):
+        if problem := problem_of(config.limits.visual) or urls.problem_of(config.media):
             raise msgspec.ValidationError(problem)
         self.now = dataclasses.replace(self.now, config=config, config_hash=digest)
         logger.info("settings applied", extra={"config_hash": digest})

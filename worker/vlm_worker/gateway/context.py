@@ -12,6 +12,7 @@ from typing import Any
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.config import ConfigWatcher, Salts
+from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.memory import MemoryBudget, MemoryReservation
 from vlm_worker.gateway.metrics import GatewayMetrics
 from vlm_worker.gateway.orchestrate.generation import RetryPolicy
@@ -64,6 +65,7 @@ class GatewayContext:
         self.meters = GatewayMetrics(clock(), memory=self.memory)
         self.meters.caches = self.registry.caches
         self.tasks = Supervisor(clock=clock)
+        self.fetcher = ImageFetcher(self.meters.fetched)
         self.preparer = Preparer(
             prompt_builder=prompt_builder,
             served_name=settings.served_name,
@@ -71,6 +73,7 @@ class GatewayContext:
             block_size=settings.block_size,
             salts=Salts(settings.served_name, lambda: self.config_watcher.now.keys),
             any_priority=settings.any_priority,
+            fetcher=self.fetcher,
         )
         self.tracer: SpanExporter | None = None
         if settings.trace_ratio:

@@ -21,7 +21,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vlm_worker.errors import InvalidImageError, WorkerError
 from vlm_worker.gateway.api import errors
@@ -42,6 +42,7 @@ from vlm_worker.gateway.orchestrate.generation import (
 from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.orchestrate.wake import NotAwakeError
+from vlm_worker.gateway.request_preparation import Guard
 from vlm_worker.gateway.responses import (
     ChatShape,
     ClientGoneError,
@@ -54,6 +55,8 @@ from vlm_worker.gateway.responses import (
 )
 from vlm_worker.telemetry import REQUEST_ID, Span
 from vlm_worker.types import Modality, TokenLogprobs
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +136,14 @@ class Endpoint:
         body = [await read_body(scope, receive, held=held, turns=turns)]
         with limit.enter() as ticket:
             trace = exchange.trace = Trace(received=context.clock(), clock=context.clock)
+            until = None if timeout is None else trace.received + timeout
             # pass on the only reference, so that the body is freed once it is parsed
-            prepared, options = await self._prepare(body.pop(), exchange)
+            prepared, options = await self._prepare(
+                body.pop(),
+                exchange,
+                trace,
+                lambda work: run_until_ended(work, ends=self._ends(receive, trace, until)),
+            )
             exchange.options = options
             held.prepared(prepared.num_bytes)
             writer = self._writer(response, options, prepared, trace)
@@ -144,14 +153,20 @@ class Endpoint:
             choices = exchange.choices = Choices(
                 context, prepared, options.num_choices, writer=writer, trace=trace, ticket=ticket
             )
-            ends = until_disconnect(receive), drain_deadline(context), deadline(trace, timeout)
+            ends = self._ends(receive, trace, until)
             try:
                 await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
             except WorkerError as error:
                 raise _answer_to(error, exchange.request_id, images) from error
 
+    def _ends(
+        self, receive: Receive, trace: Trace, until: float | None
+    ) -> tuple[Awaitable[Exception], ...]:
+        """What ends a request early; `until` is its deadline on the gateway's clock."""
+        return until_disconnect(receive), drain_deadline(self._context), deadline(trace, until)
+
     async def _prepare(
-        self, body: BodyBytes, exchange: _Exchange
+        self, body: BodyBytes, exchange: _Exchange, trace: Trace, guard: Guard
     ) -> tuple[PreparedRequest, Options]:
         context = self._context
         if delay := context.settings.delays.get("gateway"):
@@ -163,6 +178,8 @@ class Endpoint:
             held=exchange.held,
             request_id=exchange.request_id,
             tenant=exchange.tenant,
+            trace=trace,
+            guard=guard,
         )
 
     def _writer(
@@ -227,6 +244,7 @@ class Endpoint:
                 "seconds": self._context.clock() - exchange.arrived,
                 "ttft_seconds": ttft,
                 "wake_seconds": trace.wake_seconds if trace is not None else 0.0,
+                "fetch_seconds": trace.fetch_seconds if trace is not None else 0.0,
                 "labels": options.logged if options else {},
             },
         )
@@ -374,11 +392,11 @@ PING_SECONDS = 15.0
 
 
 async def run_until_ended(
-    work: Awaitable[None],
+    work: Awaitable[T],
     *,
     ends: tuple[Awaitable[Exception], ...],
-    ping: Callable[[], Awaitable[None]],
-) -> None:
+    ping: Callable[[], Awaitable[None]] | None = None,
+) -> T:
     """Run `work`. If one of `ends` returns first, cancel `work` and raise the returned error."""
     task = asyncio.ensure_future(work)
     watchers = [asyncio.ensure_future(end) for end in ends]
@@ -392,7 +410,8 @@ async def run_until_ended(
             for end in watchers:
                 if end in done:
                     raise end.result()
-            await ping()
+            if ping is not None:
+                await ping()
     finally:
         for one in (task, *watchers):
             one.cancel()
@@ -407,12 +426,12 @@ async def drain_deadline(context: GatewayContext) -> Exception:
     return errors.unavailable("This gateway is shutting down and its time to drain is over.")
 
 
-async def deadline(trace: Trace, timeout: float | None) -> Exception:
-    """Wait for the client's timeout, which starts at the request's last byte; return the error."""
-    if timeout is None:
+async def deadline(trace: Trace, until: float | None) -> Exception:
+    """Wait for the client's deadline, a time on the trace's clock; return the error."""
+    if until is None:
         await asyncio.get_running_loop().create_future()
     else:
-        await asyncio.sleep(trace.received + timeout - trace.clock())
+        await asyncio.sleep(until - trace.clock())
     if (waited := trace.waking_seconds) is not None:
         return errors.waking(waited_seconds=waited)
     return errors.request_deadline()

@@ -1,6 +1,7 @@
 """Checks the images of a request and counts their tokens, from the image headers alone.
 
 "data:image/png;base64,…" ─▶ bytes ─▶ header: format, oriented size ─▶ limits ─▶ number of tokens
+"https://…" ── fetching ───▶
 
 A data URL is decoded in pieces, with a yield after each; errors name the invalid character.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import urllib.parse
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -27,6 +27,7 @@ from vlm_worker.media.image_header import MIME_TYPES, ImageHeader, ImageLimits, 
 from vlm_worker.reduction import Reduction
 
 _NO_IMAGES: Mapping[str, memoryview] = {}
+_NOTHING_FETCHED: Mapping[int, bytearray] = {}
 _PREFIX = re.compile(rb"data:(image/[a-z0-9.+-]{1,32});base64,")
 _PREFIX_BYTES = 128
 # A multiple of 4. Decoding and hashing a piece takes far less than a millisecond.
@@ -64,17 +65,37 @@ def read_images(
     config: Config,
     family: Family,
     images: Mapping[str, memoryview] = _NO_IMAGES,
+    fetched: Mapping[int, bytearray] = _NOTHING_FETCHED,
     *,
     visual: VisualPolicy,
 ) -> Steps[tuple[RequestImage | None, ...]]:
     """Check every image and count its tokens. Fetches nothing and decodes no pixels.
 
-    `images` are the data URLs that were taken out of the body, by placeholder. The result has one
-    entry per part; None for a corrupt image that is skipped (`on_corrupt: Skip`).
+    `images` are the data URLs that were taken out of the body, by placeholder, and `fetched` the
+    bytes of the images at other URLs, by position in `parts`. The result has one entry per part;
+    None for a corrupt image that is skipped (`on_corrupt: Skip`).
 
     Raises:
         ApiError: 400; `param` is the path of the part.
     """
+    check_count(parts, config)
+    images_read = []
+    for index, part in enumerate(parts):
+        if index in fetched:
+            mime_type, data = None, fetched[index]
+            digest = yield from _digest(data)
+        else:
+            mime_type, data, digest = yield from _bytes_of(part, images.get(part.url), config)
+        choice = visual.of(part)
+        images_read.append(
+            _read(index, part, config, family, _Bytes(mime_type, data, digest), choice)
+        )
+        yield
+    return tuple(images_read)
+
+
+def check_count(parts: Sequence[ImagePart], config: Config) -> None:
+    """Raise ApiError (400) if a request has more images than the service takes."""
     limit = config.limits.images_per_request
     if len(parts) > limit:
         raise invalid(
@@ -84,13 +105,15 @@ def read_images(
             param=parts[limit].path,
             code="too_many_images",
         )
-    images_read = []
-    for index, part in enumerate(parts):
-        choice = visual.of(part)
-        taken_out = images.get(part.url)
-        images_read.append((yield from _read(index, part, config, family, taken_out, choice)))
-        yield
-    return tuple(images_read)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A file, its XXH3-128, and the media type of its data URL."""
+
+    mime_type: str | None
+    data: bytearray
+    digest: bytes
 
 
 def _read(
@@ -98,19 +121,18 @@ def _read(
     part: ImagePart,
     config: Config,
     family: Family,
-    taken_out: memoryview | None,
+    file: _Bytes,
     choice: Choice,
-) -> Steps[RequestImage | None]:
-    mime_type, data, digest = yield from _bytes_of(part, config, taken_out)
+) -> RequestImage | None:
     limits = config.limits
     hard = ImageLimits()
     try:
         header = read_header(
-            data,
+            file.data,
             item=index,
             limits=dataclasses.replace(hard, max_bytes=min(hard.max_bytes, limits.bytes_per_image)),
             # Many clients send the same media type for every image: the content determines it.
-            mime_type=None if mime_type in MIME_TYPES else mime_type,
+            mime_type=None if file.mime_type in MIME_TYPES else file.mime_type,
         )
     except InvalidImageError as error:
         if error.code == "invalid_image" and limits.on_corrupt == "Skip":
@@ -125,13 +147,13 @@ def _read(
     if max_pixels and geometry == family.geometry(*size):
         max_pixels = 0  # the encoder's key contains the cap: without effect, it must not be another
     return RequestImage(
-        data=data,
+        data=file.data,
         format=header.format,
         width=header.width,
         height=header.height,
         num_tokens=_num_tokens(family, geometry, choice),
         max_pixels=max_pixels,
-        digest=digest,
+        digest=file.digest,
         path=part.path,
         choice=choice,
     )
@@ -164,15 +186,24 @@ def _cap(part: ImagePart, header: ImageHeader, limits: Limits, cap: int) -> int:
     return min(cap or limits.pixels_per_image, limits.pixels_per_image)
 
 
+def _digest(data: bytearray) -> Steps[bytes]:
+    hasher = xxhash.xxh3_128()
+    view = memoryview(data)
+    for start in range(0, len(data), _PIECE):
+        hasher.update(view[start : start + _PIECE])
+        yield
+    return hasher.digest()
+
+
 def _bytes_of(
-    part: ImagePart, config: Config, taken_out: memoryview | None
+    part: ImagePart, taken_out: memoryview | None, config: Config
 ) -> Steps[tuple[str, bytearray, bytes]]:
     """Decode a part's data URL; return its media type, its bytes and their digest."""
     escaped = taken_out is not None
     url = part.url.encode("ascii", "replace") if taken_out is None else taken_out
     parts = split_data_url(url, escaped=escaped)
     if parts is None:
-        raise _wrong_url(part, config, is_data=escaped)
+        raise _wrong_url(part, is_data=escaped)
     mime_type, text = parts
     limit = config.limits.bytes_per_image
     try:
@@ -194,27 +225,12 @@ def _bytes_of(
     return mime_type, data, digest
 
 
-def _wrong_url(part: ImagePart, config: Config, *, is_data: bool) -> ApiError:
+def _wrong_url(part: ImagePart, *, is_data: bool) -> ApiError:
     scheme = "data" if is_data else part.url[:32].partition(":")[0].lower()
-    code = "invalid_image_url"
+    message = "The url must be a data: URL with a base64 image, or an https: URL."
     if scheme == "data":
         message = "A data URL must read data:image/TYPE;base64,DATA."
-    elif scheme not in ("http", "https"):
-        message = "The url must be a data: URL with a base64 image."
-    elif _host(part.url) in config.media.allowed_domains:
-        message = "This domain is allowed, but fetching is not built yet: send a data: URL."
-        code = "image_fetch_unsupported"
-    else:
-        message = "This service fetches no images from this address: send a data: URL."
-        code = "image_url_not_allowed"
-    return invalid(message, param=f"{part.path}.url", code=code)
-
-
-def _host(url: str) -> str | None:
-    try:
-        return urllib.parse.urlsplit(url[:2048]).hostname
-    except ValueError:
-        return None
+    return invalid(message, param=f"{part.path}.url", code="invalid_image_url")
 
 
 def _sentence(error: Exception) -> str:

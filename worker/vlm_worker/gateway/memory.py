@@ -141,6 +141,15 @@ class MemoryReservation:
         self._budget.check(self._tenant, additional, limit)
         self._set(Kind.BODY, self.num_bytes + additional)
 
+    def fetch(self, num_bytes: int) -> None:
+        """Add bytes of an image that is fetched, before they are kept.
+
+        Raises:
+            FullError: a limit is reached; the account is unchanged.
+        """
+        self._budget.check(self._tenant, num_bytes, self._limit)
+        self._set(Kind.BODY, self.num_bytes + num_bytes)
+
     def prepared(self, num_prompt_bytes: int) -> None:
         """Reduce the account to the images and texts, once the body is freed."""
         self._set(Kind.PROMPT, min(num_prompt_bytes, self.num_bytes))

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from vlm_worker import metrics
 from vlm_worker.core.measurements import Buckets, Histogram, Rates
 from vlm_worker.core.process_memory import HOST_MEMORY_METRICS, HostMemory, ProcessMemory
+from vlm_worker.gateway.fetching import fetcher
 from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
 from vlm_worker.gateway.pod_caches import PodCaches
 from vlm_worker.gateway.visual import TIERS
@@ -29,6 +30,7 @@ from vlm_worker.wire.identity_store import IDENTITY_METRICS, IdentityStore
 
 OUTCOMES: Final = ("ok", "invalid", "rejected", "cancelled", "error")
 WAKE_BUCKETS: Final = (1, 2, 5, 10, 20, 30, 60, 120, 180, 300, 600, 1200, 1800, 3600)
+FETCH_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -50,11 +52,13 @@ class GatewayMetrics:
         self.caches = PodCaches()
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.refusals = Counter(dict.fromkeys(Bound, 0))
+        self.fetches = Counter(dict.fromkeys(fetcher.OUTCOMES, 0))
         self._num_image_requests = 0
         self._rates = Rates(now)
         self._gaps = Histogram(SECONDS_BUCKETS)
         self._visual_tokens = Histogram(VISUAL_TOKENS_BUCKETS)
         self._wakes = Histogram(WAKE_BUCKETS)
+        self._fetches = Histogram(FETCH_BUCKETS)
         self._host: Callable[[], HostMemory] | None = None
 
     def declare(self, memory: ProcessMemory, resident: Callable[[], int]) -> None:
@@ -97,6 +101,11 @@ class GatewayMetrics:
     def waited_for_wake(self, seconds: float) -> None:
         """Record the end of a request that waited for the pods of a service at zero."""
         self._wakes.add(seconds)
+
+    def fetched(self, outcome: str, seconds: float) -> None:
+        """Record the end of the fetch of an image by URL."""
+        self.fetches[outcome] += 1
+        self._fetches.add(seconds)
 
     def refused(self, bound: Bound) -> None:
         self.refusals[bound] += 1
@@ -156,6 +165,12 @@ class GatewayMetrics:
             "Wait of requests for the pods of a service at zero.",
             buckets=_with_decimals(self._wakes.buckets),
             sum_value=self._wakes.buckets.total,
+        )
+        yield HistogramMetricFamily(
+            metrics.IMAGE_FETCH_SECONDS,
+            "Time of a fetch of an image by URL.",
+            buckets=_with_decimals(self._fetches.buckets),
+            sum_value=self._fetches.buckets.total,
         )
 
     def stages(self) -> Iterable[Family]:
@@ -242,6 +257,8 @@ _METRICS: Final[tuple[Metric[_Page], ...]] = (
            lambda page: page.metrics.caches.num_entries),
     Metric(metrics.LENT_REQUESTS_TOTAL, COUNTER, "Text-only attempts on encoders that lend.",
            lambda page: page.num_lent),
+    Metric(metrics.IMAGE_FETCHES_TOTAL, COUNTER, "Fetches of images by URL, by outcome.",
+           lambda page: page.metrics.fetches, label="outcome"),
     Metric(metrics.GATEWAY_REFUSED_TOTAL, COUNTER, "Requests refused, by limit.",
            lambda page: page.metrics.refusals, label="bound"),
     Metric(metrics.GATEWAY_MEMORY_BYTES, GAUGE, "Bytes that requests hold.",

@@ -1,4 +1,4 @@
-"""Prepare a request: check images, tokenize the prompt, check the context length, fill defaults.
+"""Prepare a request: fetch and check images, tokenize, check the context, fill defaults.
 
 No worker is called.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vlm_worker.gateway.api.errors import ApiError, invalid
@@ -27,9 +27,12 @@ from vlm_worker.gateway.api.requests import (
 )
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
-from vlm_worker.gateway.images import RequestImage, read_images
+from vlm_worker.gateway.fetching.fetcher import ImageFetcher
+from vlm_worker.gateway.fetching.urls import is_url
+from vlm_worker.gateway.images import RequestImage, check_count, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
+from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
@@ -45,6 +48,11 @@ LONG_TEXT_BYTES = 32 * 1024
 MAX_WAIT_SECONDS = 600.0
 
 
+Fetched = Mapping[int, bytearray]
+Guard = Callable[[Awaitable[Fetched]], Awaitable[Fetched]]
+"""Awaits, and raises the error of a request that ends meanwhile."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preparer:
     """Prepares requests. With `any_priority` clients may set a priority above the default."""
@@ -57,6 +65,7 @@ class Preparer:
     any_priority: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
+    fetcher: ImageFetcher = dataclasses.field(default_factory=ImageFetcher)
 
     async def read(
         self,
@@ -67,10 +76,14 @@ class Preparer:
         held: MemoryReservation,
         request_id: str,
         tenant: str,
+        trace: Trace,
+        guard: Guard,
     ) -> tuple[PreparedRequest, Options]:
         """Prepare the request in a body; also returns the options of the response.
 
-        The result holds no reference to the body. `held` counts the body's bytes and its values.
+        The result holds no reference to the body. `held` counts the body's bytes and its values,
+        and the images that are fetched. `trace` gets the time of the fetches, and `guard` ends
+        them if the request ends.
 
         Raises:
             ApiError: the request is invalid; the error names the field.
@@ -78,19 +91,53 @@ class Preparer:
         """
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
-            chat, images = await self.turns.run(self._read_chat(body, config, held, tenant))
+            parsed, chat = await self.turns.run(self._read_chat(body, held))
+            fetched = await self._fetch(chat, config, held, trace, guard)
+            images = await self.turns.run(self._read_images(chat, parsed, fetched, config, tenant))
             return await self.chat(chat, images, config, **ids), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
         return await self.completion(completion, config, **ids), completion.options
 
     def _read_chat(
-        self, body: BodyBytes, config: Config, held: MemoryReservation, tenant: str
-    ) -> Steps[tuple[ChatRequest, tuple[RequestImage | None, ...]]]:
+        self, body: BodyBytes, held: MemoryReservation
+    ) -> Steps[tuple[JsonBody, ChatRequest]]:
         parsed = yield from read_json(body, held.decode)
         request = yield from parse_chat(parsed.value)
         _check_urls(parsed, request.images)
         self.check_model(request.options.model)
+        return parsed, request
+
+    async def _fetch(
+        self,
+        request: ChatRequest,
+        config: Config,
+        held: MemoryReservation,
+        trace: Trace,
+        guard: Guard,
+    ) -> Fetched:
+        """Fetch the images that the request names by URL, if the service allows it."""
+        if not any(is_url(part.url) for part in request.images):
+            return {}
+        check_count(request.images, config)
+        with trace.fetching():
+            return await guard(
+                self.fetcher.fetch(
+                    request.images,
+                    config.media,
+                    max_bytes=config.limits.bytes_per_image,
+                    hold=held.fetch,
+                )
+            )
+
+    def _read_images(
+        self,
+        request: ChatRequest,
+        parsed: JsonBody,
+        fetched: Fetched,
+        config: Config,
+        tenant: str,
+    ) -> Steps[tuple[RequestImage | None, ...]]:
         limits, family = config.limits.visual, self.prompt_builder.family
         visual = VisualPolicy(
             limits,
@@ -101,11 +148,11 @@ class Preparer:
             browned_out=self.brown_out.is_on,
         )
         images = yield from read_images(
-            request.images, config, family, parsed.images, visual=visual
+            request.images, config, family, parsed.images, fetched, visual=visual
         )
         num_visual = sum(image.num_tokens for image in images if image is not None)
         check_visual_tokens(num_visual, limits, tenant=tenant)
-        return request, images
+        return images
 
     async def chat(
         self,

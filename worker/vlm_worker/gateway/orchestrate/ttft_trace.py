@@ -31,8 +31,9 @@ from vlm_worker.wire.messages import Reply
 class Trace:
     """The times of one request. Only its tasks write it.
 
-    `received` is the time of the request's last byte, or of the end of its wait for a service at
-    zero. `first_byte` is the time when the first token was sent. Both are seconds on `clock`.
+    `received` is the time of the last byte of the request and of the images that it names by URL,
+    or of the end of its wait for a service at zero. `first_byte` is the time when the first token
+    was sent. Both are seconds on `clock`.
     """
 
     def __init__(self, *, received: float, clock: Callable[[], float]) -> None:
@@ -40,6 +41,7 @@ class Trace:
         self.received = received
         self.first_byte: float | None = None
         self.wake_seconds = 0.0
+        self.fetch_seconds = 0.0
         self._wakes_since: float | None = None
         self._spans: list[StageSpan] = []
         self._calls: list[Call] = []
@@ -69,6 +71,17 @@ class Trace:
         if self._gateway_since is not None:
             self._spans.append(StageSpan("gateway", self._gateway_since, self.clock()))
             self._gateway_since = None
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Measure the fetches of images. TTFT starts at their end: the pools cannot shorten it."""
+        started = self.clock()
+        try:
+            yield
+        finally:
+            now = self.clock()
+            self.fetch_seconds += now - started
+            self._gateway_since = self.received = now
 
     @contextlib.contextmanager
     def waking(self) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""Fetches images by URL, from allowed hosts at public addresses only."""
