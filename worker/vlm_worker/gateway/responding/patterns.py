@@ -117,8 +117,8 @@ def literal_runs(nodes: Sequence[Node]) -> list[str]:
             continue
         runs.append(run)
         run = ""
-        inner = node.group if isinstance(node, Lookahead) else node
-        inner: Node = inner.node if isinstance(inner, Repeat) else inner
+        inner: Node = node.group if isinstance(node, Lookahead) else node
+        inner = inner.node if isinstance(inner, Repeat) else inner
         for branch in inner.branches if isinstance(inner, Group) else ():
             runs += literal_runs(branch)
     return [text for text in (*runs, run) if text]
