@@ -171,7 +171,7 @@ def _region(name: str, field: Mapping[str, Any]) -> Region:
     args = _object(f"{name}.content_args", field.get("content_args", {}))
     begin = _anchor(name, field, "open", texts)
     end = _anchor(name, field, "close", texts)
-    if (kind is Kind.CALLS) != (content in ("json", "xml-inline")):
+    if content not in (("json", "xml-inline") if kind is Kind.CALLS else ("text",)):
         raise TemplateError(f"{name}: the content parser {content!r} is not built for this field")
     _only(f"{name}.content_args", args, _ARGS[content])
     join = field.get("join") or ""
