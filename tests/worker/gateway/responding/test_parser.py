@@ -168,6 +168,14 @@ def test_a_string_may_hold_the_anchor_that_ends_a_call() -> None:
         )
 
 
+def test_the_type_of_a_tag_may_be_a_reference() -> None:
+    schema = {"properties": {"n": {"$ref": "#/$defs/count"}, "loop": {"$ref": "#/$defs/loop"}},
+              "$defs": {"count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                        "loop": {"$ref": "#/$defs/loop"}}}  # fmt: skip
+    text = WRITERS["qwen3_xml"]([("f", {"n": 3, "loop": "x"})])
+    assert parsed("qwen3_xml", [text], tools={"f": schema})[2] == [("f", '{"n": 3, "loop": "x"}')]
+
+
 def test_a_string_of_a_tag_is_passed_on_before_it_ends() -> None:
     text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nZür"
     assert parsed("qwen3_xml", [text])[2] == [("get_weather", '{"city": "Zür')]

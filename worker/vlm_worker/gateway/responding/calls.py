@@ -41,6 +41,8 @@ class CallEnds:
 
 CallEvent = CallBegins | CallArguments | CallEnds
 
+MAX_REFS: Final = 8
+
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
 
@@ -276,7 +278,7 @@ class TagReader:
         self._end = end
         self._index = index
         self._name = name
-        self._types = {key: types_of(schema) for key, schema in properties_of(tools.get(name))}
+        self._types = {key: types for key, (_, types) in properties_of(tools.get(name)).items()}
         self._key: str | None = None  # of the value that is read
         self._value = ""
         self._begun = False
@@ -346,14 +348,32 @@ class TagReader:
         self.done = True
 
 
-def properties_of(schema: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
-    properties = (schema or {}).get("properties")
-    return list(properties.items()) if isinstance(properties, Mapping) else []
+def properties_of(
+    schema: Mapping[str, Any] | None,
+) -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """Return the schema and the types of each property."""
+    schema = schema or {}
+    properties = schema.get("properties")
+    named = properties.items() if isinstance(properties, Mapping) else ()
+    return {key: (inner, types_of(inner, schema)) for key, inner in named}
 
 
-def types_of(schema: Any) -> tuple[str, ...]:
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a local `$ref` names; others stay."""
+    for _ in range(MAX_REFS):
+        path = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(path, str) or not path.startswith("#/"):
+            break
+        schema = root
+        for step in path[2:].split("/"):
+            schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return schema
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...]:
     """Return the types that a JSON schema names, in order; none if it names none."""
-    if not isinstance(schema, Mapping):
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > MAX_REFS:
         return ()
     declared = schema.get("type")
     types = [declared] if isinstance(declared, str) else []
@@ -362,7 +382,7 @@ def types_of(schema: Any) -> tuple[str, ...]:
     for union in ("anyOf", "oneOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
-            types += types_of(choice)
+            types += types_of(choice, root, depth + 1)
     if schema.get("nullable") is True:
         types.append("null")
     return tuple(dict.fromkeys(types))

@@ -109,6 +109,11 @@ class AnswerParser:
             pass
         self._strippers = {r.kind: _Stripper(strip=r.strip) for r in template.regions}
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._region is not None and self._region.kind is Kind.REASONING
+
     def feed(self, text: str) -> list[Event]:
         """Add text; return the events that it decides."""
         self._buffer += text

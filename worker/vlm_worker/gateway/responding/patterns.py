@@ -111,7 +111,7 @@ def literal_runs(nodes: Sequence[Node]) -> list[str]:
     """Return the texts that the pattern spells out, longest runs of plain characters."""
     runs, run = [], ""
     for node in nodes:
-        plain = isinstance(node, Char) and _plain(node.text)
+        plain = isinstance(node, Char) and plain_char(node.text)
         if isinstance(plain, str):
             run += plain
             continue
@@ -124,7 +124,7 @@ def literal_runs(nodes: Sequence[Node]) -> list[str]:
     return [text for text in (*runs, run) if text]
 
 
-def _plain(text: str) -> str | None:
+def plain_char(text: str) -> str | None:
     """Return the character that a class text is, or None if it is a class."""
     if len(text) == 1 and text != ".":
         return text
