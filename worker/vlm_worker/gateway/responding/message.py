@@ -41,11 +41,11 @@ class AnswerForm:
 
 
 class MessageReader:
-    """Reads the text of one choice. `seed` makes the ids of its calls. One task calls it."""
+    """Reads the text of one choice. `answer_id` makes the ids of its calls. One task calls it."""
 
-    def __init__(self, parser: AnswerParser, seed: str) -> None:
+    def __init__(self, parser: AnswerParser, answer_id: str) -> None:
         self._parser = parser
-        self._seed = seed
+        self._answer_id = answer_id
         self._texts = {Kind.CONTENT: "", Kind.REASONING: ""}
         self._calls: list[dict[str, Any]] = []
 
@@ -96,16 +96,16 @@ class MessageReader:
         return deltas
 
     def _begin(self, event: CallBegins) -> dict[str, Any]:
-        call_id = call_id_of(self._seed, event.index)
+        call_id = call_id_of(self._answer_id, event.index)
         function = {"name": event.name, "arguments": ""}
         self._calls.append({"id": call_id, "type": "function", "function": function})
         begun = {"id": call_id, "type": "function", "function": dict(function)}
         return {"tool_calls": [{"index": event.index, **begun}]}
 
 
-def call_id_of(seed: str, index: int) -> str:
+def call_id_of(answer_id: str, index: int) -> str:
     """Return the id of a call: the same for the same call of an answer, in any retry."""
-    return "call_" + hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=12).hexdigest()
+    return "call_" + hashlib.blake2b(f"{answer_id}/{index}".encode(), digest_size=12).hexdigest()
 
 
 def schemas(tools: Iterable[tuple[str, Mapping[str, Any] | None]]) -> Tools:
