@@ -36,7 +36,7 @@ from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.errors import WorkerError  # noqa: E402
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart  # noqa: E402
 from vlm_worker.gateway.config import Config  # noqa: E402
-from vlm_worker.gateway.conversation import Conversation
+from vlm_worker.gateway.conversation import Conversation  # noqa: E402
 from vlm_worker.gateway.images import read_images  # noqa: E402
 from vlm_worker.gateway.prompts import PromptBuilder  # noqa: E402
 from vlm_worker.gateway.turns import at_once  # noqa: E402

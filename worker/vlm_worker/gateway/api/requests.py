@@ -302,7 +302,7 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
     options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
     visual = _visual(fields)
-    tools = parse_tools(fields)
+    tools = yield from parse_tools(fields)
     effort = cast(Effort | None, fields.choice("reasoning_effort", get_args(Effort)))
     fields.done()
     return ChatRequest(options, (yield from _messages(messages)), visual, tools, effort)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal
@@ -63,11 +62,6 @@ class ToolUse:
         """The tools that the model sees."""
         return () if self.choice == "none" else self.tools
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the offered tools as JSON."""
-        return len(json.dumps([tool.body for tool in self.offered], ensure_ascii=False).encode())
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -79,16 +73,18 @@ class ToolCall:
     values: Mapping[str, Any]
 
 
-def parse_tools(fields: Fields) -> ToolUse:
+def parse_tools(fields: Fields) -> Steps[ToolUse]:
     """Take `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
         ApiError: 400; it names the invalid part.
     """
     values = fields.array("tools", min_length=1, max_length=MAX_TOOLS)
-    tools = tuple(_tool(f"tools[{i}]", value) for i, value in enumerate(values or ()))
+    tools: list[Tool] = []
     names: set[str] = set()
-    for index, tool in enumerate(tools):
+    for index, value in enumerate(values or ()):
+        tool = yield from _tool(f"tools[{index}]", value)
+        tools.append(tool)
         if tool.name in names:
             where = f"tools[{index}].function.name"
             raise invalid(f"'{where}' is '{tool.name}', as that of a tool before it.", param=where)
@@ -98,10 +94,10 @@ def parse_tools(fields: Fields) -> ToolUse:
     for name, value in (("tool_choice", named or choice), ("parallel_tool_calls", parallel)):
         if not tools and value not in (None, "none"):
             raise invalid(f"'{name}' needs 'tools'.", param=name)
-    return ToolUse(tools, choice or "auto", named, parallel is not False)
+    return ToolUse(tuple(tools), choice or "auto", named, parallel is not False)
 
 
-def _tool(path: str, value: Any) -> Tool:
+def _tool(path: str, value: Any) -> Steps[Tool]:
     fields = Fields(path, value)
     kind = fields.required_text("type", max_length=64)
     if kind != "function":
@@ -125,12 +121,13 @@ def _tool(path: str, value: Any) -> Tool:
             raise invalid(
                 f"'{where}.type' must be 'object': arguments have names.", param=f"{where}.type"
             )
-        _check_schema(where, parameters)
+        yield from _check_schema(where, parameters)
     return Tool(name, description, parameters, strict)
 
 
-def _check_schema(path: str, schema: Any) -> None:
+def _check_schema(path: str, schema: Any) -> Steps[None]:
     """Raise ApiError if a template or a parser could not read the schema's structure."""
+    yield
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -153,16 +150,16 @@ def _check_schema(path: str, schema: Any) -> None:
             if not isinstance(schema[keyword], dict):
                 raise _not(f"{path}.{keyword}", "an object of JSON schemas")
             for name, inner in schema[keyword].items():
-                _check_schema(f"{path}.{keyword}.{_shown(name)}", inner)
+                yield from _check_schema(f"{path}.{keyword}.{_shown(name)}", inner)
     for keyword in _LISTS:
         if keyword in schema:
             if not isinstance(schema[keyword], list):
                 raise _not(f"{path}.{keyword}", "an array of JSON schemas")
             for index, inner in enumerate(schema[keyword]):
-                _check_schema(f"{path}.{keyword}[{index}]", inner)
+                yield from _check_schema(f"{path}.{keyword}[{index}]", inner)
     for keyword in _ONE:
         if keyword in schema and not (keyword == "items" and isinstance(schema[keyword], list)):
-            _check_schema(f"{path}.{keyword}", schema[keyword])
+            yield from _check_schema(f"{path}.{keyword}", schema[keyword])
 
 
 def _shown(name: str) -> str:
