@@ -36,6 +36,7 @@ from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.errors import WorkerError  # noqa: E402
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart  # noqa: E402
 from vlm_worker.gateway.config import Config  # noqa: E402
+from vlm_worker.gateway.conversation import Conversation  # noqa: E402
 from vlm_worker.gateway.images import read_images  # noqa: E402
 from vlm_worker.gateway.prompts import PromptBuilder  # noqa: E402
 from vlm_worker.gateway.turns import at_once  # noqa: E402
@@ -100,7 +101,7 @@ class Direct:
         visual = VisualPolicy(VisualLimits(), language.family, tenant="", visual=None, messages=())
         self._images = at_once(read_images(images, Config(), language.family, visual=visual))
         counts = [p.num_tokens for p in self._images if p is not None]
-        self._prompt = language.chat([Message("user", tuple(parts))], counts)
+        self._prompt = language.chat(Conversation([Message("user", tuple(parts))]), counts)
 
     async def ask(self) -> float:
         """Seconds to FirstToken; then free the resources."""

@@ -80,7 +80,6 @@ FIELD_ROWS = [
         "invalid_value",
         "top_logprobs",
     ),
-    Bad("tools", chat(tools=[]), 400, "unsupported_parameter", "tools"),
     Bad(
         "a JSON schema",
         chat(response_format={"type": "json_object"}),

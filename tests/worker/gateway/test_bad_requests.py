@@ -15,11 +15,12 @@ from worker.gateway.corpus import FIT_ROWS, JSON_ROWS, Bad, chat
 from worker.gateway.corpus_fields import FIELD_ROWS
 from worker.gateway.corpus_images import IMAGE_ROWS
 from worker.gateway.corpus_messages import MESSAGE_ROWS
+from worker.gateway.corpus_tools import TOOL_ROWS
 from worker.gateway.stack import gateway_settings, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ALL = [*JSON_ROWS, *FIELD_ROWS, *MESSAGE_ROWS, *FIT_ROWS, *IMAGE_ROWS]
+ALL = [*JSON_ROWS, *FIELD_ROWS, *MESSAGE_ROWS, *FIT_ROWS, *IMAGE_ROWS, *TOOL_ROWS]
 
 # Addresses in memory, paths, stack traces, module names.
 LEAKS = re.compile(r"0x[0-9a-f]{6,}|/usr|/home|/root|Traceback|\bline \d+|msgspec|Error\b")
@@ -116,7 +117,8 @@ JSON = st.recursive(
 )
 NAMES = st.sampled_from(
     ["model", "messages", "temperature", "max_tokens", "stop", "stream", "stream_options", "seed",
-     "n", "tools", "metadata", "user", "prompt", "logit_bias", "logprobs", "top_logprobs", "top_k",
+     "n", "tools", "tool_choice", "metadata", "user", "prompt", "logit_bias", "logprobs",
+     "top_logprobs", "top_k",
      "min_p", "repetition_penalty", "presence_penalty", "ignore_eos", "priority", "x"]
 )  # fmt: skip
 

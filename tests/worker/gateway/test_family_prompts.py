@@ -15,6 +15,7 @@ from worker.gateway.test_prompts import our_part, their_part
 
 from vlm_worker.core.families import ModelConfigError
 from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.prompts import PieceEncoder, PromptBuilder
 
 SIZES = [(1, 1), (56, 56), (112, 84), (61, 700), (471, 471), (1024, 768), (3, 400)]
@@ -52,15 +53,17 @@ def test_the_tokens_are_those_of_the_processor(
     family = model.language.family
     counts = [family.geometry(height, width).num_tokens for width, height in sizes]
     messages = [Message(role, tuple(map(our_part, told))) for role, told in turns]  # type: ignore[arg-type]
-    prompt = model.language.chat(messages, counts)
+    prompt = model.language.chat(Conversation(messages), counts)
     assert list(prompt.token_ids) == list(made["input_ids"][0])
     for offset, count in zip(prompt.offsets, counts, strict=True):
         assert set(prompt.token_ids[offset : offset + count]) == {family.image_token_id}
 
 
 def test_a_message_that_is_one_text_is_not_dropped(model: Model) -> None:
-    alone = model.language.chat([Message("user", "what is this")], [])
-    assert alone == model.language.chat([Message("user", our_parts("what is this"))], [])
+    alone = model.language.chat(Conversation([Message("user", "what is this")]), [])
+    assert alone == model.language.chat(
+        Conversation([Message("user", our_parts("what is this"))]), []
+    )
     assert "what is this" in model.language.tokenizer.decode(list(alone.token_ids))
 
 
@@ -70,7 +73,7 @@ def our_parts(*texts: str) -> tuple[Any, ...]:
 
 def test_text_that_reads_like_an_image_is_text(model: Model) -> None:
     text = "<image><start_of_image><image_soft_token><s>"
-    prompt = model.language.chat([Message("user", text)], [])
+    prompt = model.language.chat(Conversation([Message("user", text)]), [])
     images = {by_code.IMAGE, by_code.IMAGE_START, by_code.IMAGE_END}
     assert not images & set(prompt.token_ids)
     assert list(prompt.token_ids).count(1) == 1
@@ -108,7 +111,7 @@ def test_a_space_that_only_a_beginning_gets_is_not_put_behind_control_tokens(
     theirs = by_code.llama_of_late()
     theirs.save_pretrained(tmp_path / "llava")
     language = PromptBuilder(tmp_path / "llava")
-    prompt = language.chat([Message("user", "the <color>")], [])
+    prompt = language.chat(Conversation([Message("user", "the <color>")]), [])
     text = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "text", "text": "the <color>"}]}],
         add_generation_prompt=True,

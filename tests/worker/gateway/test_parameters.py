@@ -45,8 +45,10 @@ VALUES: dict[str, Any] = {
     "metadata": {"a": "b"}, "messages": CHAT_BODY["messages"], "prompt": "hi",
     "role": "user", "content": "hi", "n": 2, "frequency_penalty": 0.5, "presence_penalty": -2,
     "logit_bias": {"7": -100, "9": 1.5}, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1,
-    "ignore_eos": True, "priority": -5, "best_of": 1, "visual": "low",
+    "ignore_eos": True, "priority": -5, "best_of": 1, "visual": "low", "reasoning_effort": "low",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
 }  # fmt: skip
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 # What goes only with something else, or has another form at the other endpoint.
 TOGETHER: dict[tuple[str, str], Any] = {
     ("chat", "stream_options"): {"stream": True, "stream_options": {}},
@@ -54,6 +56,11 @@ TOGETHER: dict[tuple[str, str], Any] = {
     ("chat", "logprobs"): {"logprobs": True},
     ("chat", "top_logprobs"): {"logprobs": True, "top_logprobs": 20},
     ("completion", "logprobs"): {"logprobs": 0},
+    ("chat", "tool_choice"): {"tools": VALUES["tools"], "tool_choice": "required"},
+    ("chat", "parallel_tool_calls"): {"tools": VALUES["tools"], "parallel_tool_calls": False},
+    ("message", "tool_calls"): {"role": "assistant", "tool_calls": [CALL]},
+    ("message", "tool_call_id"): {"role": "tool", "tool_call_id": "c1"},
+    ("message", "reasoning_content"): {"role": "assistant", "reasoning_content": "hm"},
 }
 
 
@@ -93,7 +100,7 @@ def test_every_parameter_of_the_client_has_its_row() -> None:
         ChatCompletionToolMessageParam,
     )
     fields = {name for message in messages for name in message.__annotations__}
-    assert {row.name for row in MESSAGE} == fields | {"annotations"}
+    assert {row.name for row in MESSAGE} == fields | {"annotations", "reasoning_content"}
 
 
 def test_every_part_of_the_client_is_documented() -> None:
@@ -105,9 +112,9 @@ def test_every_part_of_the_client_is_documented() -> None:
 
 def parse(table: Sequence[Parameter], changes: dict[str, Any]) -> Any:
     if table is MESSAGE:
-        return at_once(
-            parse_chat({**CHAT_BODY, "messages": [{"role": "user", "content": "x"} | changes]})
-        )
+        called = {"role": "assistant", "tool_calls": [CALL]}
+        message = {"role": "user", "content": "x"} | changes
+        return at_once(parse_chat({**CHAT_BODY, "messages": [called, message]}))
     if table is CHAT:
         return at_once(parse_chat(CHAT_BODY | changes))
     return parse_completion(COMPLETION_BODY | changes)

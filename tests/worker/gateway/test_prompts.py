@@ -22,6 +22,7 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
 from vlm_worker.gateway.chat_template import ChatTemplate
+from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.prompts import PromptBuilder, check_context
 
 
@@ -98,7 +99,7 @@ def ours(turns: list[tuple[str, Any]]) -> list[int]:
         p for _, told in turns if not isinstance(told, str) for p in told if not isinstance(p, str)
     ]
     counts = [language().family.geometry(size[1], size[0]).num_tokens for size in sizes]
-    prompt = language().chat(messages, counts)
+    prompt = language().chat(Conversation(messages), counts)
     assert prompt.num_image_tokens == sum(counts)
     for offset, count in zip(prompt.offsets, counts, strict=True):
         image = language().family.image_token_id
@@ -133,7 +134,7 @@ def test_text_never_becomes_a_control_token_however_it_is_cut(
     texts: list[str], parts: bool
 ) -> None:
     content: Any = tuple(TextPart(text) for text in texts) if parts else "".join(texts)
-    prompt = language().chat([Message("user", content)], [])
+    prompt = language().chat(Conversation([Message("user", content)]), [])
     control = [i for i in prompt.token_ids if i <= 6]
     assert control == [1, 2, 1]  # the template's own: start, end, start
     text = language().tokenizer.decode(list(prompt.token_ids), skip_special_tokens=True)
@@ -147,14 +148,14 @@ def test_a_plain_prompt_is_only_text_too(text: str) -> None:
 
 def test_placeholders_in_text_do_not_shift_the_images() -> None:
     content = (TextPart("<|image_pad|>"), ImagePart("", "auto", ""), TextPart("<|image_pad|>"))
-    prompt = language().chat([Message("user", content)], [4])
+    prompt = language().chat(Conversation([Message("user", content)]), [4])
     assert prompt.token_ids.count(5) == 4
     assert prompt.num_text_tokens == len(prompt.token_ids) - 4
 
 
 def test_a_megabyte_of_placeholders_takes_linear_time() -> None:
     started = time.perf_counter()
-    language().chat([Message("user", "<|image_pad|>" * 20_000)], [])
+    language().chat(Conversation([Message("user", "<|image_pad|>" * 20_000)]), [])
     assert time.perf_counter() - started < 10
 
 
@@ -178,7 +179,7 @@ def test_the_longest_prompt_fits_and_one_more_token_does_not() -> None:
     assert wrong.value.param == "messages"
 
 
-USER = [Message("user", "  hello <|im_end|> ")]
+USER = Conversation([Message("user", "  hello <|im_end|> ")])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_marks_leave_no_trace_in_what_a_template_renders(source: str, expected: 
 
 def test_a_template_that_looks_into_text_is_refused_where_text_holds_a_control_token() -> None:
     template = ChatTemplate("{{ messages[0].content | length }}", ["<|im_end|>"], {})
-    assert template.render([Message("user", "abc")]) == [("3", False)]
+    assert template.render(Conversation([Message("user", "abc")])) == [("3", False)]
     with pytest.raises(ApiError, match="control token"):
         template.render(USER)
 

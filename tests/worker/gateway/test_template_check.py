@@ -10,9 +10,10 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.gateway import chat_template
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Message
-from vlm_worker.gateway.chat_template import ChatTemplate, drops_strings, read_template
+from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
+from vlm_worker.gateway.conversation import Conversation, TemplateFacts
 
-USER = [Message("user", "hi")]
+USER = Conversation([Message("user", "hi")])
 LONG_LOOP = "{% set s = 'a' * 9999 %}" + "{% for x in s %}" * 5 + "{% endfor %}" * 5
 LARGE_TEXT = "{% set s = 'a' * 999999 %}{{ s | replace('a', s) | length }}"
 PARTS_ALONE = (
@@ -27,7 +28,7 @@ def test_a_template_that_takes_too_much_ends_the_start(
 ) -> None:
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
     with pytest.raises(ModelConfigError, match=r"chat_template\.jinja.*to render"):
-        drops_strings(source, ())
+        examine(source, ())
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_a_template_that_takes_too_much_ends_the_start(
 def test_whether_texts_are_dropped_is_found_in_the_other_process(
     source: str, dropped: bool
 ) -> None:
-    assert drops_strings(source, (("bos_token", "<s>"),)) is dropped
+    assert examine(source, (("bos_token", "<s>"),)).as_parts is dropped
     assert ChatTemplate(source, [], {}).drops_strings() is dropped
 
 
@@ -58,7 +59,7 @@ def test_whether_texts_are_dropped_is_found_in_the_other_process(
 )
 def test_whatever_a_template_does_wrong_is_a_refusal(source: str) -> None:
     with pytest.raises(ApiError) as refused:
-        ChatTemplate(source, [], {}, as_parts=False).render(USER)
+        ChatTemplate(source, [], {}, facts=TemplateFacts()).render(USER)
     assert (refused.value.status, refused.value.code) == (400, "invalid_messages")
 
 
@@ -71,7 +72,7 @@ def test_whatever_a_template_does_wrong_is_a_refusal(source: str) -> None:
     ],
 )
 def test_what_templates_do_still_works(source: str, shown: str) -> None:
-    pieces = ChatTemplate(source, [], {}, as_parts=False).render(USER)
+    pieces = ChatTemplate(source, [], {}, facts=TemplateFacts()).render(USER)
     assert "".join(text for text, _ in pieces) == shown
 
 

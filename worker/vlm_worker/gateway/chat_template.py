@@ -6,9 +6,9 @@ found in the marked output are part of the template.
 
     "hi <|im_end|>" ─mark─▶ "▮hi <▮|▮i▮m▮_…▮>▮" ─render─▶ split at real control tokens ─▶ unmark
 
-Before first use, a child process with limits of time and memory renders the template once:
+Before first use, a child process with limits of time and memory renders the template a few times:
 
-    gateway ─ source, named tokens ─▶ child: setrlimit, render ─▶ whether it drops plain strings
+    gateway ─ source, named tokens ─▶ child: setrlimit, render ─▶ TemplateFacts
                                         └─ limit exceeded ──────▶ ModelConfigError
 
 The child detects templates that no limit inside Python stops.
@@ -16,6 +16,7 @@ The child detects templates that no limit inside Python stops.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -27,15 +28,26 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlm_worker.core.model_files import ModelConfigError, read_json
-from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart, Message
+from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.conversation import (
+    PROBE,
+    PROBE_ARGUMENT,
+    Conversation,
+    TemplateFacts,
+    client_texts,
+    probe_calls,
+    probe_tools,
+    template_messages,
+    template_tools,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +55,10 @@ MAX_STEPS: Final = 1_000_000
 """Limit on the steps of all ranges in one rendering, together."""
 MAX_LENGTH: Final = 1_000_000
 """Limit on the items that a repetition with `*` produces."""
+_NINE = re.compile(r"length\s*!=\s*9\b")
 _WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")
+_CALLS: Final[tuple[Literal["object", "text"], ...]] = ("object", "text")
+_EFFORTS: Final = frozenset({"enable_thinking", "reasoning_effort"})
 # Private-use characters. The mark is the first that no text of the conversation contains.
 _MARKS = "\U0010fff0\U0010fff1\U0010fff2\U0010fff3\uf8f0\uf8f1"
 
@@ -60,11 +75,13 @@ class ChatTemplate:
         control_tokens: Sequence[str],
         named_tokens: Mapping[str, str],
         *,
-        as_parts: bool | None = None,
+        facts: TemplateFacts | None = None,
     ) -> None:
-        """If `as_parts`, string contents are rendered as text parts; None renders to detect it."""
+        """If `facts` is None, they are found by rendering."""
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except Exception as error:  # template code comes with the model and may raise anything
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ModelConfigError(
@@ -75,11 +92,11 @@ class ChatTemplate:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         pattern = "|".join(re.escape(token) for token in longest_first)
         self._control = re.compile(pattern) if pattern else re.compile(r"(?!)")
-        self._as_parts = False if as_parts is None else as_parts
-        if as_parts is None:
-            self._as_parts = self.drops_strings()
+        self.facts = TemplateFacts() if facts is None else facts
+        if facts is None:
+            self.facts = self.examine(source)
 
-    def render(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+    def render(self, conversation: Conversation) -> list[tuple[str, bool]]:
         """Return the rendered conversation as (text, is control token) pieces, in order.
 
         The joined pieces equal the result of transformers' `apply_chat_template`.
@@ -88,21 +105,63 @@ class ChatTemplate:
             ApiError: 400 if the template rejects the conversation, or rewrites text so that the
                 client's text and the template's cannot be distinguished.
         """
-        plain = self._render(_conversation(messages, str, as_parts=self._as_parts))
-        mark = self._mark_for(messages)
-        marked = self._render(self._marked(messages, mark))
-        if marked.replace(mark, "") != plain:
-            return self._unmarked_pieces(messages, plain)
+        self._check(conversation)
+        plain = self._render(conversation, str)
+        mark = self._mark_for(conversation)
+        try:
+            marked = self._render(conversation, self._marking(mark))
+        except ApiError:  # it looks into texts
+            marked = None
+        if marked is None or marked.replace(mark, "") != plain:
+            return self._unmarked_pieces(conversation, plain)
         return [(piece.replace(mark, ""), control) for piece, control in self._split(marked)]
 
-    def _render(self, conversation: list[dict[str, Any]]) -> str:
+    def _check(self, conversation: Conversation) -> None:
+        """Raise ApiError (400) for what the template would leave out."""
+        if conversation.tools and not self.facts.writes_tools:
+            raise unsupported(
+                "tools", "'tools' is not supported: the model's chat template writes no tools."
+            )
+        if self.facts.calls == "none":
+            for index, message in enumerate(conversation.messages):
+                if message.tool_calls:
+                    where = f"messages[{index}].tool_calls"
+                    raise unsupported(
+                        where,
+                        f"'{where}' is not supported: the model's chat template writes no calls.",
+                    )
+        if conversation.effort is not None and not self._variables & _EFFORTS:
+            raise unsupported(
+                "reasoning_effort",
+                "'reasoning_effort' is not supported: the model's chat template has no such "
+                "setting.",
+            )
+
+    def _render(self, conversation: Conversation, change: Callable[[str], str]) -> str:
+        messages = template_messages(conversation.messages, change, self.facts)
+        return self._rendered(
+            messages, template_tools(conversation.tools, change), self._settings(conversation)
+        )
+
+    def _settings(self, conversation: Conversation) -> dict[str, Any]:
+        """The variables of the template that `reasoning_effort` sets."""
+        effort = conversation.effort
+        values = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        if effort is None:
+            return {}
+        return {name: value for name, value in values.items() if name in self._variables}
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, settings: dict[str, Any]
+    ) -> str:
         try:
             return self._template.render(
-                messages=conversation,
-                tools=None,
+                messages=messages,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
                 range=Range(),
+                **settings,
                 **self._named_tokens,
             )
         except jinja2.TemplateError as error:
@@ -114,7 +173,7 @@ class ChatTemplate:
             logger.warning("the chat template failed", extra={"reason": repr(error)[:500]})
             raise _refused() from error
 
-    def _marked(self, messages: Sequence[Message], mark: str) -> list[dict[str, Any]]:
+    def _marking(self, mark: str) -> Callable[[str], str]:
         def break_up(match: re.Match[str]) -> str:
             return mark.join(match.group())
 
@@ -126,22 +185,42 @@ class ChatTemplate:
             inner = mark + self._control.sub(break_up, core) + mark
             return text[:start] + inner + text[start + len(core) :]
 
-        return _conversation(messages, marked, as_parts=self._as_parts)
+        return marked
+
+    def examine(self, source: str) -> TemplateFacts:
+        """Find the facts of the template by rendering it."""
+        facts = TemplateFacts(
+            as_parts=self.drops_strings(), short_ids=_NINE.search(source) is not None
+        )
+        self.facts = facts
+        writes_tools = PROBE in self._shown(probe_tools())
+        for calls in _CALLS:
+            self.facts = dataclasses.replace(facts, calls=calls)
+            shown = self._shown(probe_calls())
+            # An object that Python writes, instead of JSON, has single quotes.
+            if PROBE_ARGUMENT in shown and f"'{PROBE_ARGUMENT}'" not in shown:
+                return dataclasses.replace(self.facts, writes_tools=writes_tools)
+        return dataclasses.replace(facts, writes_tools=writes_tools)
 
     def drops_strings(self) -> bool:
         """Whether the template renders text parts but drops string contents, as LLaVA's does."""
-        probe = "a8b1c6"
-        parts = [{"type": "text", "text": probe}]
-        return not self._shows(probe, probe) and self._shows(parts, probe)
+        parts = [{"type": "text", "text": PROBE}]
+        return not self._shows(PROBE) and self._shows(parts)
 
-    def _shows(self, content: Any, probe: str) -> bool:
+    def _shows(self, content: Any) -> bool:
         try:
-            return probe in self._render([{"role": "user", "content": content}])
+            return PROBE in self._rendered([{"role": "user", "content": content}], None, {})
         except ApiError:
             return False
 
-    def _mark_for(self, messages: Sequence[Message]) -> str:
-        texts = "".join(_texts(messages))
+    def _shown(self, conversation: Conversation) -> str:
+        try:
+            return self._render(conversation, str)
+        except ApiError:
+            return ""
+
+    def _mark_for(self, conversation: Conversation) -> str:
+        texts = "".join(client_texts(conversation))
         for mark in _MARKS:
             if mark not in texts:
                 return mark
@@ -151,13 +230,13 @@ class ChatTemplate:
             code="invalid_messages",
         )
 
-    def _unmarked_pieces(self, messages: Sequence[Message], plain: str) -> list[tuple[str, bool]]:
+    def _unmarked_pieces(self, conversation: Conversation, plain: str) -> list[tuple[str, bool]]:
         """Split an unmarked rendering, for a template whose output depends on the text.
 
         Raises:
             ApiError: 400 if a client's text contains a control token.
         """
-        if self._control.search("".join(_texts(messages))):
+        if self._control.search("".join(client_texts(conversation))):
             raise invalid(
                 "The text contains a control token that the model's chat template cannot carry.",
                 param="messages",
@@ -216,34 +295,6 @@ def _check_inside(model_dir: Path, path: Path) -> None:
         raise ModelConfigError(
             f"{path}: is a link to a file outside of the model's directory; copy the file there"
         )
-
-
-def _conversation(
-    messages: Sequence[Message], change: Callable[[str], str], *, as_parts: bool
-) -> list[dict[str, Any]]:
-    """Build the `messages` of a template; `change` is applied to every text.
-
-    If `as_parts`, a string content becomes one text part.
-    """
-    conversation: list[dict[str, Any]] = []
-    for message in messages:
-        content: Any
-        if isinstance(message.content, str):
-            text = change(message.content)
-            content = [{"type": "text", "text": text}] if as_parts else text
-        else:
-            content = [
-                {"type": "image"}
-                if isinstance(part, ImagePart)
-                else {"type": "text", "text": change(part.text)}
-                for part in message.content
-            ]
-        conversation.append({"role": message.role, "content": content})
-    return conversation
-
-
-def _texts(messages: Sequence[Message]) -> list[str]:
-    return [p.text for m in messages for p in m.parts if not isinstance(p, ImagePart)]
 
 
 class Range:
@@ -329,14 +380,14 @@ _COMMAND = "from vlm_worker.gateway.chat_template import child; child()"
 
 
 @functools.lru_cache(maxsize=64)
-def drops_strings(source: str, named_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a template drops string contents. Renders it in a child process.
+def examine(source: str, named_tokens: tuple[tuple[str, str], ...]) -> TemplateFacts:
+    """Find the facts of a template. Renders it in a child process.
 
     Raises:
         ModelConfigError: the syntax is invalid, or a rendering exceeds its time or memory.
     """
     # Reports a syntax error with its line before a child starts.
-    ChatTemplate(source, [], dict(named_tokens), as_parts=False)
+    ChatTemplate(source, [], dict(named_tokens), facts=TemplateFacts())
     question = json.dumps([source, named_tokens, CPU_SECONDS, MEMORY_BYTES])
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and module
@@ -357,7 +408,7 @@ def drops_strings(source: str, named_tokens: tuple[tuple[str, str], ...]) -> boo
             f"takes more than {CPU_SECONDS} s or {MEMORY_BYTES >> 20} MiB to render "
             "one short message"
         )
-    return bool(json.loads(done.stdout))
+    return TemplateFacts(**json.loads(done.stdout))
 
 
 def child() -> None:
@@ -366,8 +417,8 @@ def child() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    template = ChatTemplate(source, [], dict(named_tokens), as_parts=False)
-    sys.stdout.write(json.dumps(template.drops_strings()))
+    template = ChatTemplate(source, [], dict(named_tokens))
+    sys.stdout.write(json.dumps(dataclasses.asdict(template.facts)))
 
 
 def _unusable(why: str) -> ModelConfigError:

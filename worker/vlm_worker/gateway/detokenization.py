@@ -70,9 +70,18 @@ class TextChunk:
 class TextAssembler:
     """Builds the text of one choice. One task calls it."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts, *, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        texts: TokenTexts,
+        *,
+        stop: tuple[str, ...],
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`kept_ids` are the control tokens that have text in this answer."""
         self._texts = texts
-        self._detokenizer = Detokenizer(tokenizer)
+        self._kept_ids = kept_ids
+        self._detokenizer = Detokenizer(tokenizer, kept_ids)
         self._scanner = StopScanner(stop)
         self._num_decoded = 0
         self._num_sent = 0
@@ -86,7 +95,8 @@ class TextAssembler:
 
     def feed(self, token_id: int, logprobs: TokenLogprobs | None) -> TextChunk:
         """Add a token; return the text and tokens that may be sent now."""
-        if logprobs is not None and self._texts.is_text(token_id):
+        is_text = token_id in self._kept_ids or self._texts.is_text(token_id)
+        if logprobs is not None and is_text:
             self._textless.append(self._chosen(token_id, logprobs))
         text = self._detokenizer.feed(token_id)
         if text:
@@ -137,6 +147,8 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 class Detokenizer:
     """Text of one answer. The joined results of `feed` and `flush` equal `tokenizer.decode(ids)`.
 
+    Control tokens have no text, except those in `kept_ids`.
+
         ids     . . . . [ shown | new ]     decoded together: a token's text depends on the token
                         start   end         before it; the text of `shown` is already returned
 
@@ -144,8 +156,9 @@ class Detokenizer:
     nothing of a run before it ends. A token without text, such as a control token, ends no run.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._dropped_ids = _control_ids(tokenizer) - kept_ids if kept_ids else None
         self._ids: list[int] = []
         self._start = self._end = 0
         self._shown = ""
@@ -153,6 +166,8 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """Add a token; return the text that it completes, "" if a character is incomplete."""
+        if self._dropped_ids is not None and token_id in self._dropped_ids:
+            return ""
         self._ids.append(token_id)
         if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") or not self._decode(-1):
             return ""
@@ -173,8 +188,14 @@ class Detokenizer:
         return rest
 
     def _decode(self, start: int) -> str:
-        text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+        skip = self._dropped_ids is None
+        text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=skip)
         return text
+
+
+def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 class StopScanner:

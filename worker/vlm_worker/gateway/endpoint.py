@@ -185,7 +185,7 @@ class Endpoint:
     def _writer(
         self, response: Response, options: Options, prepared: PreparedRequest, trace: Trace
     ) -> ResponseWriter:
-        builder = self._context.prompt_builder
+        builder, form = self._context.prompt_builder, prepared.answer_form
         envelope = Envelope(
             shape=self._shape,
             request_id=prepared.request_id,
@@ -198,8 +198,17 @@ class Endpoint:
             envelope,
             stream=options.stream,
             assemblers=[
-                TextAssembler(builder.tokenizer, builder.token_texts, stop=options.stop)
+                TextAssembler(
+                    builder.tokenizer,
+                    builder.token_texts,
+                    stop=options.stop,
+                    kept_ids=form.kept_ids if form else frozenset(),
+                )
                 for _ in range(options.num_choices)
+            ],
+            readers=[
+                form.reader(prepared.request_id, choice) if form else None
+                for choice in range(options.num_choices)
             ],
             with_logprobs=options.sampling.num_logprobs is not None,
             trace=trace,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,33 @@ from vlm_worker.core.families import Family, ModelConfigError, load_family
 from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_pointer, read_json
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import Message
-from vlm_worker.gateway.chat_template import ChatTemplate, drops_strings, read_template
+from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
+from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.detokenization import TokenTexts
+from vlm_worker.gateway.responding.builtin import Responding, choose
 from vlm_worker.types import PARAMETERS
 
+logger = logging.getLogger(__name__)
+
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+# The end of a prompt in which an answer's beginning is looked for.
+_END_PIECES = 16
+_END_TEXT = 1024
 # Upper bound: normalizers shrink text most by composing Hangul and accents, to a third.
 _NORMALIZER_SHRINKS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in tokens; image k has `counts[k]` placeholders from `offsets[k]` on."""
+    """A prompt in tokens; image k has `counts[k]` placeholders from `offsets[k]` on.
+
+    `opening` is the beginning of the answer that a chat template writes, such as `<think>`.
+    """
 
     token_ids: tuple[int, ...]
     offsets: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    opening: str = ""
 
     @property
     def num_image_tokens(self) -> int:
@@ -66,12 +77,28 @@ class PromptBuilder:
             source,
             self._pieces.control_tokens,
             named,
-            as_parts=drops_strings(source, tuple(named.items())),
+            facts=examine(source, tuple(named.items())),
         )
+        own = _read_optional(model_dir / "tokenizer_config.json").get("response_template")
+        self.responding: Responding = choose(own, source or "")
+        if self.responding.problem:
+            logger.warning(
+                "the model's response_template in tokenizer_config.json is not used",
+                extra={"reason": self.responding.problem},
+            )
         self.defaults = _sampling_defaults(model_dir)
         self.token_texts = TokenTexts(self.tokenizer)
 
-    def chat(self, messages: Sequence[Message], counts: Sequence[int]) -> Prompt:
+    @property
+    def control_tokens(self) -> list[str]:
+        return self._pieces.control_tokens
+
+    def ids_of(self, control_tokens: Iterable[str]) -> frozenset[int]:
+        """Return the ids of control tokens of this tokenizer."""
+        wanted, ids = set(control_tokens), self.tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in ids.items() if token.content in wanted)
+
+    def chat(self, conversation: Conversation, counts: Sequence[int]) -> Prompt:
         """Build the prompt of a conversation without skipped images.
 
         `counts` are the visual tokens of each image, in order.
@@ -85,7 +112,7 @@ class PromptBuilder:
                 param="messages",
                 code="no_chat_template",
             )
-        pieces = self._template.render(messages)
+        pieces = self._template.render(conversation)
         starts_with_bos = bool(pieces) and pieces[0] == (self._bos, True)
         token_ids = self._pieces.encode(pieces)
         if not starts_with_bos:
@@ -98,7 +125,13 @@ class PromptBuilder:
                 param="messages",
                 code="invalid_messages",
             ) from error
-        return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
+        return Prompt(tuple(expanded), tuple(offsets), tuple(counts), self._opening(pieces))
+
+    def _opening(self, pieces: Sequence[PromptPiece]) -> str:
+        template = self.responding.template
+        if template is None:
+            return ""
+        return template.opening("".join(text for text, _ in pieces[-_END_PIECES:])[-_END_TEXT:])
 
     def completion(self, text: str) -> Prompt:
         return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))

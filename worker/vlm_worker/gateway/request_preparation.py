@@ -10,10 +10,10 @@ import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
     CompletionRequest,
@@ -25,8 +25,10 @@ from vlm_worker.gateway.api.requests import (
     parse_chat,
     parse_completion,
 )
+from vlm_worker.gateway.api.tools import ToolUse
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
+from vlm_worker.gateway.conversation import Conversation, client_texts
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
 from vlm_worker.gateway.images import RequestImage, check_count, read_images
@@ -36,6 +38,7 @@ from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
+from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, check_visual_tokens
 from vlm_worker.types import SamplingParams
@@ -165,31 +168,58 @@ class Preparer:
     ) -> PreparedRequest:
         messages = _without(request.messages, [i for i, p in enumerate(checked) if p is None])
         images = tuple(p for p in checked if p is not None)
+        check_enforced(request.tools)
+        said = Conversation(messages, request.tools.offered, request.reasoning_effort)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
+        if said.tools or any(m.tool_calls or m.reasoning for m in messages):
+            texts = client_texts(said)
         num_bytes = self._check_length(texts, config, "messages")
 
         ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
-        prompt = await self._prompt(messages, images, num_bytes)
+        prompt = await self._prompt(said, images, num_bytes)
         fitted = self._fitted(ask, messages, images, prompt)
         if fitted.dropped or fitted.images != images:
-            messages = _without(messages, sorted(fitted.dropped))
+            said = _conversation_without(said, fitted.dropped)
             images = tuple(p for i, p in enumerate(fitted.images) if i not in fitted.dropped)
-            prompt = await self._prompt(messages, images, num_bytes)
+            prompt = await self._prompt(said, images, num_bytes)
 
         def prompt_without(dropped: frozenset[int]) -> Prompt:
             if not dropped:
                 return prompt
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
-            return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
+            return self.prompt_builder.chat(_conversation_without(said, dropped), counts)
 
-        return self._prepared_request(ask, prompt_without, images)
+        prepared = self._prepared_request(ask, prompt_without, images)
+        form = self._answer_form(request, prompt.opening)
+        return dataclasses.replace(prepared, answer_form=form)
+
+    def _answer_form(self, request: ChatRequest, opening: str) -> AnswerForm | None:
+        """Return how answers are read; None if they are content alone.
+
+        Raises:
+            ApiError: 400; no response template reads the calls of this model.
+        """
+        builder, tools = self.prompt_builder, request.tools.offered
+        template = builder.responding.template
+        if tools and (template is None or not template.has_calls):
+            why = builder.responding.problem or "no response template reads its calls"
+            raise unsupported("tools", f"'tools' is not supported by this model: {why}.")
+        if template is None or not (tools or template.has_reasoning):
+            return None
+        template = template if tools else template.without_calls()
+        return AnswerForm(
+            template,
+            tools=schemas((tool.name, tool.parameters) for tool in tools),
+            opening=opening,
+            max_calls=None if request.tools.parallel else 1,
+            kept_ids=builder.ids_of(template.anchors_in(builder.control_tokens)),
+        )
 
     async def _prompt(
-        self, messages: Sequence[Message], images: Sequence[RequestImage], num_bytes: int
+        self, said: Conversation, images: Sequence[RequestImage], num_bytes: int
     ) -> Prompt:
         counts = [image.num_tokens for image in images]
-        build = functools.partial(self.prompt_builder.chat, messages, counts)
-        return await _encode(build, num_bytes)
+        return await _encode(functools.partial(self.prompt_builder.chat, said, counts), num_bytes)
 
     def _fitted(
         self,
@@ -309,6 +339,27 @@ class _Ask:
     tenant: str
     num_text_bytes: int
     param: str
+
+
+def check_enforced(tools: ToolUse) -> None:
+    """Raise ApiError (400) for calls that a grammar must enforce.
+
+    This is the only place that refuses them: with grammars it makes the request's instead, by
+    `responding.tool_grammar`.
+    """
+    built = "is not supported: constrained output is not built; send 'auto'."
+    if tools.choice == "required":
+        raise unsupported("tool_choice", f"'tool_choice' {built}")
+    for index, tool in enumerate(tools.offered):
+        if tool.strict:
+            where = f"tools[{index}].function.strict"
+            raise unsupported(
+                where, f"'{where}' is not supported: constrained output is not built; send false."
+            )
+
+
+def _conversation_without(said: Conversation, dropped: Collection[int]) -> Conversation:
+    return dataclasses.replace(said, messages=_without(said.messages, sorted(dropped)))
 
 
 def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:

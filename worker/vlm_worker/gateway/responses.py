@@ -1,6 +1,7 @@
 """Writes an answer in the format that OpenAI's client reads, as a stream or as one body.
 
 tokens of a choice ─▶ TextAssembler ─▶ ResponseWriter ─▶ Envelope, Shape ─▶ ASGI send
+                                            └─ MessageReader: reasoning and calls of a chat
 
 One field is an extension: `timing`, on a whole answer and on the last chunks of a stream.
 """
@@ -18,6 +19,7 @@ import msgspec
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.responding.message import MessageReader
 from vlm_worker.types import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -104,15 +106,20 @@ class ResponseWriter:
         *,
         stream: bool,
         assemblers: Sequence[TextAssembler],
+        readers: Sequence[MessageReader | None] = (),
         with_logprobs: bool,
         trace: Trace,
         on_token: Callable[[int], None],
     ) -> None:
-        """`assemblers` has one per choice; `on_token` gets the choice of each token."""
+        """`assemblers` has one per choice; `on_token` gets the choice of each token.
+
+        `readers` has one per choice too; None: its text is content alone.
+        """
         self._response = response
         self._envelope = envelope
         self._stream = stream
         self._assemblers = assemblers
+        self._readers = readers or [None] * len(assemblers)
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
@@ -120,18 +127,23 @@ class ResponseWriter:
         self._whole: dict[int, dict[str, Any]] = {}
 
     async def emit(self, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        """Deliver a token of a choice; return False once a stop string is complete."""
-        assembler = self._assemblers[index]
+        """Deliver a token of a choice; return False once the answer is complete.
+
+        It is after a stop string, or after its only call.
+        """
+        assembler, reader = self._assemblers[index], self._readers[index]
         await self._put(index, assembler.feed(token_id, logprobs))
         self._on_token(index)
-        return not assembler.stopped
+        return not (assembler.stopped or (reader is not None and reader.done))
 
     async def finish(self, index: int, finish_reason: str) -> None:
         """End a choice. Its held text may complete a stop string; the reason is then `stop`."""
-        assembler = self._assemblers[index]
-        await self._put(index, assembler.finish())
+        assembler, reader = self._assemblers[index], self._readers[index]
+        await self._put(index, assembler.finish(), is_last=True)
         if assembler.stopped:
             finish_reason = FinishReason.STOP
+        if reader is not None:
+            finish_reason = reader.finish_reason(finish_reason)
         shape = self._envelope.shape
         if self._stream:
             last = [shape.last(index, finish_reason)]
@@ -140,7 +152,8 @@ class ResponseWriter:
         held = self._held[index]
         text = "".join(piece.text for piece in held)
         tokens = [token for piece in held for token in piece.tokens]
-        self._whole[index] = shape.whole(index, text, self._shown(tokens), finish_reason)
+        content = text if reader is None else reader.message
+        self._whole[index] = shape.whole(index, content, self._shown(tokens), finish_reason)
 
     async def end(self, usage: Usage) -> None:
         """End the answer, after all its choices."""
@@ -179,19 +192,36 @@ class ResponseWriter:
     def _shown(self, tokens: Sequence[ChosenToken]) -> Sequence[ChosenToken] | None:
         return tokens if self._with_logprobs else None
 
-    async def _put(self, index: int, piece: TextChunk) -> None:
+    async def _put(self, index: int, piece: TextChunk, *, is_last: bool = False) -> None:
         first = index not in self._held
         held = self._held.setdefault(index, [])
+        deltas = self._deltas(index, piece, is_last=is_last)
         if not self._stream:
             held.append(piece)
-        elif first or piece:
-            tokens = self._shown(piece.tokens)
-            choice = self._envelope.shape.next(index, piece.text, tokens, is_first=first)
-            await self._response.write(self._envelope.chunk([choice]))
+        else:
+            if not deltas and (first or piece.tokens):
+                deltas = [""]
+            tokens = piece.tokens
+            for delta in deltas:
+                choice = self._envelope.shape.next(
+                    index, delta, self._shown(tokens), is_first=first and delta is deltas[0]
+                )
+                tokens = ()
+                await self._response.write(self._envelope.chunk([choice]))
         if first:
             self._trace.first_byte_sent()
 
+    def _deltas(self, index: int, piece: TextChunk, *, is_last: bool) -> list[Delta]:
+        """Return what a piece adds to its message, in order."""
+        reader = self._readers[index]
+        if reader is None:
+            return [piece.text] if piece else []
+        deltas: list[Delta] = [*reader.feed(piece.text)]
+        return [*deltas, *reader.finish()] if is_last else deltas
 
+
+Delta = str | dict[str, Any]
+"""Text of an answer, or the fields of a message that has parts."""
 Tokens = Sequence[ChosenToken] | None
 """The tokens of a text with their log-probabilities; None if not requested."""
 
@@ -266,15 +296,20 @@ class ChatShape:
     whole_object = "chat.completion"
     id_prefix = "chatcmpl-"
 
-    def next(self, index: int, text: str, tokens: Tokens, *, is_first: bool) -> dict[str, Any]:
+    def next(self, index: int, delta: Delta, tokens: Tokens, *, is_first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if is_first else {}
-        return _choice(index, delta=role | {"content": text}, logprobs=chat_body(tokens))
+        fields = {"content": delta} if isinstance(delta, str) else delta
+        return _choice(index, delta=role | fields, logprobs=chat_body(tokens))
 
     def last(self, index: int, finish_reason: str) -> dict[str, Any]:
         return _choice(index, delta={}, finish_reason=finish_reason)
 
-    def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def whole(
+        self, index: int, content: Delta, tokens: Tokens, finish_reason: str
+    ) -> dict[str, Any]:
+        message = content
+        if isinstance(content, str):
+            message = {"role": "assistant", "content": content, "refusal": None}
         return _choice(
             index, message=message, logprobs=chat_body(tokens), finish_reason=finish_reason
         )
@@ -287,14 +322,14 @@ class CompletionShape:
     whole_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def next(self, index: int, text: str, tokens: Tokens, *, is_first: bool) -> dict[str, Any]:
+    def next(self, index: int, text: Delta, tokens: Tokens, *, is_first: bool) -> dict[str, Any]:
         del is_first  # only a chat has roles
         return _choice(index, text=text, logprobs=completion_body(tokens))
 
     def last(self, index: int, finish_reason: str) -> dict[str, Any]:
         return _choice(index, text="", finish_reason=finish_reason)
 
-    def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
+    def whole(self, index: int, text: Delta, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
         return _choice(
             index, text=text, logprobs=completion_body(tokens), finish_reason=finish_reason
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from vlm_worker.annotations import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY
 from vlm_worker.core.families import Detail
 from vlm_worker.gateway.api import schema
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.schema import Fields, check_text, refuse
+from vlm_worker.gateway.api.tools import MAX_ID, CallsParser, ToolCall, ToolUse, parse_tools
 from vlm_worker.gateway.turns import Steps
 from vlm_worker.types import PARAMETERS
 
@@ -23,7 +24,8 @@ MAX_PARTS = 1024
 MAX_TEXT = 4 * 2**20
 MAX_URL = 64 * 2**20  # the body's own limit is smaller
 
-ChatRole = Literal["system", "user", "assistant"]
+ChatRole = Literal["system", "user", "assistant", "tool"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Visual = Literal["off", "low", "medium", "high", "auto"]
 
 
@@ -46,32 +48,72 @@ class ImagePart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """One message. A string stays a string: chat templates render it unlike a list of one text."""
+    """One message. A string stays a string: chat templates render it unlike a list of one text.
+
+    An assistant's message may have `reasoning` and `tool_calls`. A tool's has the id of its call
+    and the name of the function that was called.
+    """
 
     role: ChatRole
     content: str | tuple[TextPart | ImagePart, ...]
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @property
     def parts(self) -> tuple[TextPart | ImagePart, ...]:
         return (TextPart(self.content),) if isinstance(self.content, str) else self.content
 
 
-def parse_message(path: str, value: Any) -> Steps[Message]:
-    """Check one message. Raises ApiError that names the invalid part under `path`."""
+def parse_message(path: str, value: Any, calls: CallsParser) -> Steps[Message]:
+    """Check one message; `calls` has those of the messages before it.
+
+    Raises:
+        ApiError: it names the invalid part under `path`.
+    """
     fields = Fields(path, value)
     role = fields.required_text("role", max_length=32)
-    if role in ("tool", "function"):
-        raise unsupported(f"{path}.role", f"'{path}.role' is '{role}': tools are not built.")
-    if role not in ("system", "developer", "user", "assistant"):
+    if role == "function":
+        raise unsupported(f"{path}.role", f"'{path}.role' is 'function': send 'tool'.")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
         raise invalid(
-            f"'{path}.role' must be one of 'system', 'developer', 'user', 'assistant'.",
+            f"'{path}.role' must be one of 'system', 'developer', 'user', 'assistant', 'tool'.",
             param=f"{path}.role",
         )
     refuse(fields, schema.MESSAGE)
+    known = cast(ChatRole, "system" if role == "developer" else role)
+    for name, owner in _OWNERS.items():
+        if known != owner and fields.take(name) is not None:
+            raise invalid(f"'{path}.{name}' is for the role '{owner}'.", param=f"{path}.{name}")
+    reasoning = fields.text("reasoning_content", max_length=MAX_TEXT)
+    tool_calls = yield from calls.parse(fields)
+    call_id, function = _answered_call(fields, calls) if known == "tool" else (None, None)
     content = fields.take("content")
     fields.done()
-    known = cast(ChatRole, "system" if role == "developer" else role)
-    return Message(known, (yield from _content(f"{path}.content", content, known)))
+    if content is None and tool_calls:
+        content = ""
+    checked = yield from _content(f"{path}.content", content, known)
+    return Message(known, checked, reasoning, tool_calls, call_id, function)
+
+
+_OWNERS: Final[Mapping[str, ChatRole]] = {
+    "reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool",
+}  # fmt: skip
+
+
+def _answered_call(fields: Fields, calls: CallsParser) -> tuple[str, str]:
+    """Return the id and the function of the call that a tool's message answers."""
+    call_id = fields.required_text("tool_call_id", max_length=MAX_ID)
+    name = calls.name_of(call_id)
+    if name is None:
+        where = fields.at("tool_call_id")
+        raise invalid(
+            f"'{where}' is the id of no call in 'tool_calls' of the messages before it; send the "
+            "assistant's message with the call.",
+            param=where,
+        )
+    return call_id, name
 
 
 def _content(
@@ -227,11 +269,16 @@ class Options:
     logged: dict[str, Any]
 
 
+_NO_TOOLS: Final = ToolUse()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
     options: Options
     messages: tuple[Message, ...]
     visual: Visual | None = None
+    tools: ToolUse = _NO_TOOLS
+    reasoning_effort: Effort | None = None
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -255,8 +302,10 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
     options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
     visual = _visual(fields)
+    tools = yield from parse_tools(fields)
+    effort = cast(Effort | None, fields.choice("reasoning_effort", get_args(Effort)))
     fields.done()
-    return ChatRequest(options, (yield from _messages(messages)), visual)
+    return ChatRequest(options, (yield from _messages(messages)), visual, tools, effort)
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
@@ -282,9 +331,9 @@ def _visual(fields: Fields) -> Visual | None:
 
 
 def _messages(values: Sequence[Any]) -> Steps[tuple[Message, ...]]:
-    parsed, num_parts = [], 0
+    parsed, num_parts, calls = [], 0, CallsParser()
     for index, value in enumerate(values):
-        message = yield from parse_message(f"messages[{index}]", value)
+        message = yield from parse_message(f"messages[{index}]", value, calls)
         parsed.append(message)
         num_parts += len(message.parts)
         if num_parts > MAX_PARTS:

@@ -212,7 +212,7 @@ _SHARED: Final = (
 CHAT: Final = (
     _supported(
         "messages",
-        "required: roles system, developer (as system), user, assistant; see the parts below",
+        "required: roles system, developer (as system), user, assistant, tool; see below",
     ),
     _supported("max_completion_tokens", "1 to the context; default: what the context leaves"),
     _supported("max_tokens", "the older name of `max_completion_tokens`; both only if they agree"),
@@ -228,17 +228,22 @@ CHAT: Final = (
     _neutral("service_tier", "there is one tier", ("auto", "default")),
     _neutral("store", "nothing is stored", (False,)),
     _refused("audio", "answers are text"),
-    _refused("function_call", "tools are not built"),
-    _refused("functions", "tools are not built"),
+    _supported(
+        "tools", "1 to 128 functions, if the model's chat template writes tools; see tool calls"
+    ),
+    _supported("tool_choice", "`auto`, `none`; `required` and a named function are not built"),
+    _supported("parallel_tool_calls", "`false`: the answer ends after its first call"),
+    _supported(
+        "reasoning_effort",
+        "`none` to `xhigh`, if the chat template has `enable_thinking` or `reasoning_effort`",
+    ),
+    _refused("function_call", "send `tool_choice`"),
+    _refused("functions", "send `tools`"),
     _refused("moderation", "moderation is not built"),
-    _refused("parallel_tool_calls", "tools are not built"),
     _refused("prediction", "predicted output is not built"),
     _refused("prompt_cache_key", "caches are keyed by content and tenant, never by the client"),
     _refused("prompt_cache_options", "caches are keyed by content and tenant, never by the client"),
     _refused("prompt_cache_retention", "caches keep what fits"),
-    _refused("reasoning_effort", "the model has no such setting"),
-    _refused("tool_choice", "tools are not built"),
-    _refused("tools", "tools are not built"),
     _refused("verbosity", "the model has no such setting"),
     _refused("web_search_options", "nothing is fetched from the web"),
 )
@@ -278,15 +283,18 @@ EXTRA: Final = (
 
 # Fields of a message in OpenAI's client. Any other field is unknown.
 MESSAGE: Final = (
-    _supported("role", "system, developer, user or assistant; tool and function are refused"),
+    _supported("role", "system, developer, user, assistant or tool; function is refused"),
     _supported("content", "a string, or parts: `text` in any role, `image_url` in user messages"),
+    _supported("tool_calls", "of an assistant: up to 128 calls, as an answer has them"),
+    _supported("tool_call_id", "of a tool: the id of a call in a message before it"),
+    _supported(
+        "reasoning_content", "of an assistant; the chat template may leave it out, as in training"
+    ),
     _refused("name", "the chat template knows no names"),
     _neutral("annotations", "an answer's own field, given back", ([],)),
     _refused("audio", "audio is not built"),
-    _refused("function_call", "tools are not built"),
+    _refused("function_call", "send `tool_calls`"),
     _refused("refusal", "the model has no refusals"),
-    _refused("tool_call_id", "tools are not built"),
-    _refused("tool_calls", "tools are not built"),
 )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.pod_caches import PodCaches, RequestDigests
 from vlm_worker.gateway.prompts import Prompt
+from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.route import Demand
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, TokenLogprobs
 from vlm_worker.wire.messages import DecodedItem
@@ -32,6 +33,7 @@ class PreparedRequest:
         digests: what pods may hold of it from earlier requests.
         priority: requests of a larger priority run first.
         num_bytes: bytes of images and texts.
+        answer_form: how its answers are read; None: they are content alone.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class PreparedRequest:
     max_hold_seconds: float = 0.0
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
+    answer_form: AnswerForm | None = None
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""

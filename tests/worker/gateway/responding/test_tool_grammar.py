@@ -1,0 +1,220 @@
+"""Grammars of calls accept what templates write and the parser reads, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from worker.gateway.responding.written import WRITERS, Call, parsed
+
+from vlm_worker.gateway.api.tools import Tool, ToolUse
+from vlm_worker.gateway.responding.builtin import builtin
+from vlm_worker.gateway.responding.dialect_grammar import GrammarError
+from vlm_worker.gateway.responding.tool_grammar import CallTool, grammar_of, tool_grammar
+
+CONTROL = ["<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+IDS = {token: 257 + number for number, token in enumerate(CONTROL)}
+EOS = 256
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/days"},
+        "unit": {"type": "string", "enum": ["C", "°F"]},
+        "places": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer"}},
+}
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"get_weather": WEATHER, "no-arguments_2": NOTHING}
+TOOLS = [CallTool(name, schema) for name, schema in SCHEMAS.items()]
+
+
+class Bytes:
+    """A tokenizer of bytes and control tokens."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>", *(t.encode() for t in CONTROL)]  # noqa: RUF012
+    special_token_ids = [EOS, *IDS.values()]  # noqa: RUF012
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@functools.cache
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=len(Bytes.tokens))
+
+
+def ids_of(text: str, control: Sequence[str]) -> list[int]:
+    for token in control:
+        before, found, after = text.partition(token)
+        if found:
+            return [*ids_of(before, control), IDS[token], *ids_of(after, control)]
+    return list(text.encode())
+
+
+class Checked:
+    """A grammar, and whether it accepts texts."""
+
+    def __init__(self, form: str, *, with_control: bool = False, **options: Any) -> None:
+        self.control = CONTROL if with_control else []
+        asked = {"mode": "required", "parallel": True, "tools": TOOLS, **options}
+        self.text = tool_grammar(
+            builtin(form), control_ids={token: IDS[token] for token in self.control}, **asked
+        )
+        LLMatcher.validate_grammar(self.text, tokenizer())
+
+    def taken(self, text: str) -> tuple[int, bool]:
+        """The bytes or tokens that may be written, and whether the answer may end there."""
+        matcher = LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(self.text))
+        assert not matcher.is_error(), (matcher.get_error(), self.text)
+        ids = ids_of(text, self.control)
+        count = matcher.try_consume_tokens(ids)
+        return count - len(ids), count == len(ids) and matcher.is_accepting()
+
+    def accepts(self, text: str) -> bool:
+        return self.taken(text) == (0, True)
+
+
+CALLS: list[Call] = [
+    ("get_weather", {"city": "Zürich", "days": 3, "unit": "°F", "places": ["a", "b"]}),
+    ("no-arguments_2", {}),
+    ("get_weather", {"city": "x y"}),
+]
+FORMS = pytest.mark.parametrize("form", WRITERS)
+
+
+@FORMS
+@pytest.mark.parametrize("with_control", [False, True], ids=["text", "control tokens"])
+def test_what_a_template_writes_is_accepted(form: str, with_control: bool) -> None:
+    grammar = Checked(form, with_control=with_control)
+    for calls in (CALLS, CALLS[:1], CALLS[1:2], CALLS[2:]):
+        text = WRITERS[form](calls)
+        assert grammar.accepts(text), (text, grammar.taken(text), grammar.text)
+        _, _, read = parsed(form, [text], tools=SCHEMAS)
+        assert [(name, json.loads(arguments)) for name, arguments in read] == calls
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "call",
+    [("other", {}), ("get_weather", {"days": 3}), ("get_weather", {"city": "x", "days": "soon"}),
+     ("get_weather", {"city": "x", "unit": "K"}), ("get_weather", {"city": "x", "more": 1}),
+     ("get_weather", {"city": "x", "places": [1]})],
+    ids=["name", "required", "type", "enum", "more", "items"],
+)  # fmt: skip
+def test_what_a_schema_forbids_is_not_accepted(form: str, call: Call) -> None:
+    assert not Checked(form).accepts(WRITERS[form]([call]))
+
+
+@FORMS
+def test_text_is_not_accepted_where_a_call_is_required(form: str) -> None:
+    grammar = Checked(form)
+    assert not grammar.accepts("I cannot do that.")
+    assert not grammar.accepts("")
+    text = WRITERS[form](CALLS[:1])
+    for cut in range(len(text)):
+        assert not grammar.taken(text[:cut])[1] or cut == 0
+
+
+@FORMS
+def test_one_call_is_accepted_if_they_are_not_parallel(form: str) -> None:
+    grammar = Checked(form, parallel=False)
+    assert grammar.accepts(WRITERS[form](CALLS[:1]))
+    assert not grammar.accepts(WRITERS[form](CALLS[:2]))
+
+
+@FORMS
+def test_only_the_named_tool_is_accepted(form: str) -> None:
+    grammar = Checked(form, tools=TOOLS[:1])
+    assert grammar.accepts(WRITERS[form](CALLS[:1]))
+    assert not grammar.accepts(WRITERS[form](CALLS[1:2]))
+
+
+@pytest.mark.parametrize("form", [form for form in WRITERS if form != "llama3_json"])
+@pytest.mark.parametrize("with_control", [False, True], ids=["text", "control tokens"])
+def test_text_and_valid_calls_are_accepted_if_they_are_not_required(
+    form: str, with_control: bool
+) -> None:
+    grammar = Checked(form, mode="auto", with_control=with_control)
+    assert grammar.accepts("No call <b>.")
+    assert grammar.accepts(f"I'll look.{WRITERS[form](CALLS[:1])}")
+    assert grammar.accepts(WRITERS[form](CALLS[:1]))
+    assert not grammar.accepts(f"I'll look.{WRITERS[form]([('other', {})])}")
+
+
+def test_calls_that_begin_as_text_does_must_be_required() -> None:
+    with pytest.raises(GrammarError, match="send 'required'"):
+        Checked("llama3_json", mode="auto")
+
+
+@FORMS
+def test_reasoning_may_precede_calls(form: str) -> None:
+    text = WRITERS[form](CALLS[:1])
+    grammar = Checked(form)
+    assert grammar.accepts(f"<think>\nHm <b>.\n</think>\n\n{text}")
+    begun = Checked(form, in_reasoning=True)
+    assert begun.accepts(f"Hm <b>.\n</think>\n\n{text}")
+    assert not begun.accepts(text)
+
+
+@FORMS
+@pytest.mark.parametrize("with_control", [False, True], ids=["text", "control tokens"])
+def test_a_tool_without_a_schema_takes_any_object(form: str, with_control: bool) -> None:
+    grammar = Checked(form, tools=[CallTool("f", None)], with_control=with_control)
+    for given in ({}, {"x": [1, "a"], "y": {"z": True, "s": ""}, "t": "a b"}):
+        assert grammar.accepts(WRITERS[form]([("f", given)]))
+    assert not grammar.accepts(WRITERS[form]([("g", {})]))
+
+
+F, G = Tool("f", parameters=WEATHER, strict=True), Tool("g", parameters=WEATHER)
+
+
+@pytest.mark.parametrize(
+    ("use", "calls"),
+    [
+        (ToolUse((G,)), None),
+        (ToolUse((F,), choice="none"), None),
+        (ToolUse((G, F), choice="required"), ["f", "g", "gg", "g!"]),
+        (ToolUse((G, F), choice="required", parallel=False), ["f", "g", "g!"]),
+        (ToolUse((G, F), choice="required", named="g"), ["g", "g!"]),
+        (ToolUse((G, F)), ["", "f", "g", "gg", "g!"]),
+    ],
+)
+def test_what_a_request_asks_for_is_enforced(use: ToolUse, calls: list[str] | None) -> None:
+    """`!` is a call that its schema forbids."""
+    text = grammar_of(use, builtin("hermes"), control_ids={}, in_reasoning=False)
+    assert (text is None) == (calls is None)
+    if text is None or calls is None:
+        return
+    grammar = Checked("hermes")
+    grammar.text = text
+    for asked in ("", "f", "g", "gg", "f!", "g!"):
+        given = {"days": "x"} if "!" in asked else {"city": "x"}
+        listed = [(name, given) for name in asked.strip("!")]
+        assert grammar.accepts(WRITERS["hermes"](listed)) == (asked in calls), asked
+
+
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
+@pytest.mark.parametrize(
+    "inner", [{"type": "string", "pattern": "a+"}, {"type": "string", "maxLength": 3}]
+)
+def test_what_a_format_cannot_enforce_is_refused(form: str, inner: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": inner}}
+    with pytest.raises(GrammarError, match=r"pattern|maxLength"):
+        Checked(form, tools=[CallTool("f", schema)])
+
+
+def test_twenty_tools_are_a_small_grammar() -> None:
+    many = [CallTool(f"f{number}", WEATHER) for number in range(20)]
+    for form in WRITERS:
+        assert len(Checked(form, tools=many).text) < 64 * 1024

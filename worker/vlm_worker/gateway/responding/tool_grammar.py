@@ -1,0 +1,341 @@
+r"""Writes the grammar of the calls that a template and tools allow, as Lark for llguidance. Pure.
+
+    start: call call*
+    call: c0 | c1
+    c0: "<tool_call>" S "{\"name\": \"f\", \"arguments\": " %json {schema of f} "}" S "</tool_call>"
+
+Anchors become what their patterns spell out; white space in them is bounded, so that a model cannot
+fill its answer with it. A control token is written by its id, because it has no bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from vlm_worker.gateway.api.tools import ToolUse
+from vlm_worker.gateway.responding.calls import properties_of
+from vlm_worker.gateway.responding.dialect_grammar import DialectRules, GrammarError
+from vlm_worker.gateway.responding.patterns import (
+    Char,
+    Lookahead,
+    Node,
+    Repeat,
+    literal_runs,
+    plain_char,
+)
+from vlm_worker.gateway.responding.template import (
+    JsonCalls,
+    Kind,
+    Region,
+    ResponseTemplate,
+    TagCalls,
+)
+
+SPACE: Final = "S"
+_SPACE_RULE: Final = r"S: /[ \t\r\n]{0,4}/"
+_ANY: Final = "/(?s:.*)/"
+_TEXT_KEYWORDS: Final = frozenset({"pattern", "format", "minLength", "maxLength"})
+
+Mode = Literal["auto", "required"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallTool:
+    """A tool by its name and the JSON schema of its arguments; None: any object."""
+
+    name: str
+    schema: Mapping[str, Any] | None
+
+
+def tool_grammar(
+    template: ResponseTemplate,
+    tools: Sequence[CallTool],
+    *,
+    mode: Mode,
+    parallel: bool,
+    control_ids: Mapping[str, int],
+    in_reasoning: bool = False,
+) -> str:
+    """Return the grammar of an answer.
+
+    Args:
+        template: it has calls.
+        tools: those that may be called; a named choice has one.
+        mode: `required`: the answer is calls; `auto`: text, with calls in it.
+        parallel: whether there may be several calls.
+        control_ids: ids of control tokens, which have no text.
+        in_reasoning: the prompt has begun the reasoning.
+
+    Raises:
+        GrammarError: the format cannot enforce a schema, or cannot tell a call from text.
+    """
+    region = template.region(Kind.CALLS)
+    assert region is not None
+    return _Writer(region, control_ids).grammar(
+        template, tools, mode=mode, parallel=parallel, in_reasoning=in_reasoning
+    )
+
+
+def grammar_of(
+    use: ToolUse,
+    template: ResponseTemplate,
+    *,
+    control_ids: Mapping[str, int],
+    in_reasoning: bool,
+) -> str | None:
+    """Return the grammar that a request's tools ask for; None if nothing is enforced.
+
+    It is with `required`, a named function, or a strict tool. The schema of a tool that is not
+    strict is then a hint for the model only.
+
+    Raises:
+        GrammarError: as `tool_grammar`.
+    """
+    if use.choice != "required" and not any(tool.strict for tool in use.offered):
+        return None
+    tools = [
+        CallTool(tool.name, (tool.parameters or _EMPTY) if tool.strict else None)
+        for tool in use.offered
+        if use.named in (None, tool.name)
+    ]
+    return tool_grammar(
+        template,
+        tools,
+        mode="required" if use.choice == "required" else "auto",
+        parallel=use.parallel and use.named is None,
+        control_ids=control_ids,
+        in_reasoning=in_reasoning,
+    )
+
+
+_EMPTY: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a strict tool without parameters."""
+
+
+class _Writer:
+    """Writes the rules of one grammar."""
+
+    def __init__(self, region: Region, control_ids: Mapping[str, int]) -> None:
+        assert region.begin is not None
+        self._begin = region.begin.nodes
+        self._end = region.end.nodes if region.end is not None else ()
+        self._form = region.calls
+        self._control_ids = control_ids
+        self._rules: list[str] = []
+        self._dialect = DialectRules(self._text, self._rules)
+
+    def grammar(
+        self,
+        template: ResponseTemplate,
+        tools: Sequence[CallTool],
+        *,
+        mode: Mode,
+        parallel: bool,
+        in_reasoning: bool,
+    ) -> str:
+        lead = self._reasoning(template, in_reasoning=in_reasoning)
+        trigger = self._trigger() if mode == "auto" else None
+        if isinstance(self._form, JsonCalls) and self._form.is_list:
+            calls = self._list(tools, parallel=parallel, trigger=trigger)
+        else:
+            for index, tool in enumerate(tools):
+                self._rules.append(f"c{index}: {self._call(tool, f'c{index}', trigger)}")
+            self._rules.append("call: " + " | ".join(f"c{index}" for index in range(len(tools))))
+            calls = "call call*" if parallel else "call"
+            if trigger is not None:
+                calls = "(head call)*" if parallel else "(head call)?"
+        if trigger is not None:
+            self._rules.append(f"rest: {_ANY}")
+            calls = f"{calls} rest"
+        return "\n".join([f"start: {lead}{calls}", *self._rules, _SPACE_RULE])
+
+    def _reasoning(self, template: ResponseTemplate, *, in_reasoning: bool) -> str:
+        region = template.region(Kind.REASONING)
+        if region is None or region.begin is None or region.end is None:
+            return ""
+        begin, end = _spelled(region.begin.nodes), _spelled(region.end.nodes)
+        if begin is None or end is None:
+            return ""
+        self._rules.append(self._until("thought", end))
+        if in_reasoning:
+            return "thought S "
+        self._rules.append(f"thinking: {self._text(begin)} thought S")
+        return "thinking? "
+
+    def _until(self, rule: str, end: str) -> str:
+        """A rule of any text up to `end`."""
+        if end in self._control_ids:
+            return f"{rule}: {_ANY} {self._text(end)}"
+        return f"{rule}[suffix={_quoted(end)}]: {_ANY}"
+
+    def _trigger(self) -> str:
+        """Write the rule `head`: text up to the first anchor of a call; return the anchor."""
+        runs = literal_runs(self._begin)
+        first = next((node for node in self._begin if not _is_space(node)), None)
+        if not runs or not isinstance(first, Char) or plain_char(first.text) is None:
+            raise GrammarError("this model's calls begin as text does; send 'required'")
+        anchor = next((token for token in self._control_ids if runs[0].startswith(token)), runs[0])
+        self._rules.append(self._until("head", anchor))
+        return anchor
+
+    def _call(self, tool: CallTool, rule: str, trigger: str | None) -> str:
+        parts = [*self._anchor(self._begin, tool, trigger)]
+        form = self._form
+        if isinstance(form, TagCalls):
+            parts += self._tags(form, tool, rule)
+        else:
+            assert isinstance(form, JsonCalls)
+            if not self._begin or not isinstance(self._begin[-1], Lookahead):
+                parts.append(SPACE)
+            parts.append(self._json(form, tool, rule))
+        if self._end and not isinstance(form, TagCalls):
+            parts.append(SPACE)
+        return " ".join([*parts, *self._anchor(self._end, tool, None)])
+
+    def _list(self, tools: Sequence[CallTool], *, parallel: bool, trigger: str | None) -> str:
+        form = self._form
+        assert isinstance(form, JsonCalls)
+        for index, tool in enumerate(tools):
+            self._rules.append(f"c{index}: {self._json(form, tool, f'c{index}')}")
+        self._rules.append("item: " + " | ".join(f"c{index}" for index in range(len(tools))))
+        more = ' ("," S item)*' if parallel else ""
+        begin = " ".join(self._anchor(self._begin, None, trigger))
+        end = " ".join(["", *self._anchor(self._end, None, None)])
+        self._rules.append(f'calls: {begin} "[" item{more} "]"{end}')
+        return "calls" if trigger is None else "(head calls)?"
+
+    def _json(self, form: JsonCalls, tool: CallTool, rule: str) -> str:
+        if form.name is None:
+            return self._arguments(form, tool, rule)
+        assert form.arguments is not None
+        lead = f'{{"{form.name}": "{tool.name}", "{form.arguments}": '
+        return f'{_quoted(lead)} {self._arguments(form, tool, rule)} "}}"'
+
+    def _arguments(self, form: JsonCalls, tool: CallTool, rule: str) -> str:
+        if form.delimiters:
+            return self._dialect.arguments(form, tool.schema, rule)
+        return _json_rule({"type": "object", **(tool.schema or {})})
+
+    def _tags(self, form: TagCalls, tool: CallTool, rule: str) -> list[str]:
+        """One tag per property, in the order of the schema; those not required may be absent.
+
+        A tool without a schema takes any tags.
+        """
+        if tool.schema is None:
+            begin = " ".join(self._anchor(form.begin.nodes, None, None))
+            end = literal_runs(form.end.nodes)[-1]
+            self._rules += [self._until(f"{rule}-v", end), f"{rule}-t: S {begin} {rule}-v"]
+            return [f"{rule}-t*"]
+        schema = tool.schema
+        required = schema.get("required")
+        required = required if isinstance(required, list) else []
+        parts = []
+        for index, (key, (inner, types)) in enumerate(properties_of(schema).items()):
+            name = f"{rule}-{index}"
+            begin = " ".join(self._anchor(form.begin.nodes, None, None, key=key))
+            value = self._tag_value(form, schema, inner, types, name)
+            self._rules.append(f"{name}: S {begin} {value}")
+            parts.append(name if key in required else f"{name}?")
+        return parts
+
+    def _tag_value(
+        self,
+        form: TagCalls,
+        schema: Mapping[str, Any],
+        inner: Any,
+        types: Sequence[str],
+        rule: str,
+    ) -> str:
+        end = " ".join(self._anchor(form.end.nodes, None, None))
+        if "string" not in types and (types or form.is_json):
+            defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            return f"{_json_rule({**defs, **(inner if isinstance(inner, Mapping) else {})})} {end}"
+        inner = inner if isinstance(inner, Mapping) else {}
+        values = [inner["const"]] if "const" in inner else inner.get("enum")
+        if isinstance(values, list) and values:
+            if not all(isinstance(value, str) for value in values):
+                raise GrammarError("an enum of strings and other values is not built")
+            return f"({' | '.join(map(_quoted, values))}) {end}"
+        if unknown := sorted(_TEXT_KEYWORDS & set(inner)):
+            raise GrammarError(f"'{unknown[0]}' of a string is not built for this model's calls")
+        self._rules.append(self._until(f"{rule}-v", literal_runs(form.end.nodes)[-1]))
+        return f"{rule}-v"
+
+    def _anchor(
+        self, nodes: Sequence[Node], tool: CallTool | None, skip: str | None, *, key: str = ""
+    ) -> list[str]:
+        """Write what a pattern matches. `skip` is its first text, which is written already."""
+        parts: list[str] = []
+        run = ""
+        nodes = _after_space(nodes) if skip is not None else nodes
+        for node in nodes:
+            plain = plain_char(node.text) if isinstance(node, Char) else None
+            if plain is not None:
+                run += plain
+                continue
+            parts += self._run(run, skip)
+            skip, run = (None if run else skip), ""
+            parts += self._node(node, tool, key)
+        return [part for part in [*parts, *self._run(run, skip)] if part]
+
+    def _run(self, run: str, skip: str | None) -> list[str]:
+        run = run.removeprefix(skip) if skip is not None else run
+        return [self._text(run)] if run else []
+
+    def _node(self, node: Node, tool: CallTool | None, key: str) -> list[str]:
+        if isinstance(node, Lookahead):
+            return []
+        if _is_space(node):
+            return [SPACE]
+        if isinstance(node, Char):
+            return [f"/{node.text}/"]
+        if isinstance(node, Repeat):
+            most = "" if node.most is None else node.most
+            if isinstance(node.node, Char):
+                return [f"/(?s:{node.node.text}){{{node.least},{most}}}/"]
+            inner = " ".join(self._anchor((node.node,), tool, None, key=key))
+            return [f"({inner}){{{node.least},{most}}}"]
+        if node.name == "name":
+            assert tool is not None
+            return [_quoted(tool.name)]
+        if node.name == "key" and key:
+            return [self._text(key)]
+        branches = [" ".join(self._anchor(one, tool, None, key=key)) for one in node.branches]
+        return [f"({' | '.join(branches)})"]
+
+    def _text(self, text: str) -> str:
+        """Write a text, with the ids of the control tokens in it."""
+        for token, token_id in self._control_ids.items():
+            before, found, after = text.partition(token)
+            if found:
+                parts = [self._text(before), f"<[{token_id}]>", self._text(after)]
+                return " ".join(part for part in parts if part)
+        return _quoted(text) if text else ""
+
+
+def _spelled(nodes: Sequence[Node]) -> str | None:
+    """Return the text of an anchor that is one literal."""
+    chars = [plain_char(node.text) if isinstance(node, Char) else None for node in nodes]
+    return None if None in chars else "".join(char for char in chars if char)
+
+
+def _is_space(node: Node) -> bool:
+    inner = node.node if isinstance(node, Repeat) else node
+    return isinstance(inner, Char) and inner.text in (r"\s", r"\n", r"\\" + "\n", "\\\n")
+
+
+def _after_space(nodes: Sequence[Node]) -> Sequence[Node]:
+    at = next((i for i, node in enumerate(nodes) if not _is_space(node)), len(nodes))
+    return nodes[at:]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    whitespace = {"whitespace_pattern": r"[ \t\n\r]{1,4}"}
+    return "%json " + json.dumps({**schema, "x-guidance": whitespace}, ensure_ascii=False)
