@@ -39,6 +39,7 @@ from vlm_worker.settings.values import (
     IMAGES,
     MAX_IMAGES,
     SCALED_TIMERS,
+    SHA256,
     STAGE_LIST,
     WEIGHTS,
 )
@@ -216,6 +217,7 @@ def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
         ),
         IMAGES: st.integers(0, MAX_IMAGES),
         WEIGHTS: TYPES_BY_PART.map(canonical),
+        SHA256: st.text("0123456789abcdef", min_size=64, max_size=64),
     }
     return known.get(kind, st.integers(1 << 28, 1 << 40))
 
@@ -246,6 +248,9 @@ def test_a_worker_reads_its_settings_from_the_flags_that_write_them(want: Worker
         compute = dataclasses.replace(want.compute, kv_memory_percent=percent)
         changes = {"stages": frozenset(Stage), "compute": compute, "max_requests": num_lent}
         want = dataclasses.replace(want, **changes)
+    if want.compute.activation_scales_sha256:
+        compute = dataclasses.replace(want.compute, activation_scales=Path("/scales.json"))
+        want = dataclasses.replace(want, compute=compute)
     assert parse([want.role.value, *to_argv(want)], {}) == want
 
 

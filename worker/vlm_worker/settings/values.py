@@ -28,7 +28,7 @@ from vlm_worker.settings.options import (
 )
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import STAGES, Role, Stage
-from vlm_worker.weights import canonical
+from vlm_worker.weights import PARTS, Part, canonical
 
 HF_PREFIX: Final = "hf://"
 S3_PREFIX: Final = "s3://"
@@ -84,6 +84,19 @@ def _weights(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _parts(text: str) -> tuple[Part, ...]:
+    found = tuple(part for part in PARTS if part in text.split(","))
+    if sorted(found) != sorted(text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} must name some of {', '.join(PARTS)}, once")
+    return found
+
+
+def _sha256(text: str) -> str:
+    if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be 64 hexadecimal digits in lower case")
+    return text
+
+
 SCALED_TIMERS: Final = Kind(
     lambda text: PRODUCTION.scaled(_SCALE.read(text)), lambda timers: repr(timers.scale)
 )
@@ -91,6 +104,8 @@ STAGE_LIST: Final = Kind(_stages, lambda stages: ",".join(sorted(stage.value for
 IMAGES: Final = number(int, 0, MAX_IMAGES, f"a whole number, 0 to {MAX_IMAGES}")
 ADDRESSES: Final = Kind(_address, collect=tuple)
 WEIGHTS: Final = Kind(_weights)
+PART_LIST: Final = Kind(_parts, ",".join)
+SHA256: Final = Kind(_sha256)
 DELAY_BY_STAGE: Final = Kind(
     _delay, lambda item: f"{item[0]}={round(1000 * item[1])}", collect=dict
 )
@@ -156,6 +171,41 @@ class FetchSettings:
     bind: str = option("--bind", TEXT, "127.0.0.1", "listen address of the progress")
     http_port: int | None = option("--http-port", PORT, None, "port of GET /progress")
     pod_uid: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrateSettings:
+    """A run that measures what the linear layers of a model multiply.
+
+    Attributes:
+        images: files, and folders of them.
+        parts: empty for all that the family rounds.
+        percentile: of the absolute values; larger ones are clipped.
+    """
+
+    model: ModelSource = group(ModelSource)
+    images: tuple[Path, ...] = ()
+    out: Path = option("--out", PATH, REQUIRED, "file of the scales", metavar="FILE")
+    prompts: Path | None = option(
+        "--prompts",
+        PATH,
+        None,
+        "prompts, one per line; images take them in turn (Describe this image.)",
+        metavar="FILE",
+    )
+    parts: tuple[Part, ...] = option(
+        "--parts", PART_LIST, (), "such as encoder,merger; default: all that may be in int8"
+    )
+    percentile: float = option(
+        "--percentile",
+        number(float, 50.1, 100, "a percentage from 50.1 to 100"),
+        99.99,
+        "of the absolute values of a layer's inputs; larger ones are clipped",
+    )
+    margin: float = option(
+        "--margin", number(float, 0.1, 100, "a factor from 0.1 to 100"), 1.0, "of that value"
+    )
+    num_threads: int = option("--threads", at_least(0), 0, "of the CPU; 0 is all of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,6 +356,9 @@ class ComputeSettings:
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
             `FamilySpec.int8`; or types by part (`vlm_worker.weights`).
+        activation_scales: file with the scales of the inputs of int8 layers, on a CPU; None takes
+            them from each row.
+        activation_scales_sha256: that the file must have; empty for any.
         compile: on a GPU, compile at start the layers that torch computes.
         kv_memory_bytes: size of the KV cache. With neither size, the runner chooses.
         kv_memory_percent: its size as a share of the memory left after loading.
@@ -332,6 +385,16 @@ class ComputeSettings:
         "layers rounded: faster, less exact; int8 on a CPU also what they multiply, int4 on a GPU "
         "alone",
         metavar="TYPES",
+    )
+    activation_scales: Path | None = option(
+        "--activation-scales",
+        PATH,
+        None,
+        "file of vlm-worker calibrate: scales of what int8 layers multiply, on a CPU",
+        metavar="FILE",
+    )
+    activation_scales_sha256: str = option(
+        "--activation-scales-sha256", SHA256, "", "that its field sha256 must have", metavar="HEX"
     )
     compile: bool = option(
         "--compile",
@@ -495,4 +558,4 @@ class ServeSettings:
     )
 
 
-Settings = WorkerSettings | GatewaySettings | ServeSettings | FetchSettings
+Settings = WorkerSettings | GatewaySettings | ServeSettings | FetchSettings | CalibrateSettings
