@@ -102,7 +102,7 @@ def test_all_workers_read_the_scales_of_the_model_and_other_scales_are_another_s
         for read in found:
             if isinstance(read, WorkerSettings):
                 assert read.compute.weights == "encoder=int8"
-                assert read.compute.activation_scales_sha256 == sha256
+                assert read.compute.activation_scales_hash == sha256
                 assert (read.compute.activation_scales is not None) == bool(sha256)
     assert [len(compats) for compats in sets] == [1, 1, 1], "all roles of a service agree"
     assert len(set.union(*sets)) == 3

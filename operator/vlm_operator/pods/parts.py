@@ -252,7 +252,7 @@ def scales_mount(model: ModelSource) -> ScalesMount:
     return ScalesMount(
         args=(
             f"--activation-scales={SCALES_PATH}/{SCALES_FILE}",
-            f"--activation-scales-sha256={scales.sha256}",
+            f"--activation-scales-hash={scales.sha256}",
         ),
         mounts=({"name": name, "mountPath": SCALES_PATH, "readOnly": True},),
         volumes=({"name": name, "configMap": {"name": key.name, "items": items}},),

@@ -172,7 +172,7 @@ def test_scales_of_activations_are_one_key_of_a_configmap_with_its_hash():
     for template in found.values():
         spec, name = template["spec"], "triptych-activation-scales"
         (container,) = spec["containers"]
-        assert f"--activation-scales-sha256={sha256}" in container["args"]
+        assert f"--activation-scales-hash={sha256}" in container["args"]
         mount = next(one for one in container["volumeMounts"] if one["name"] == name)
         volume = next(one for one in spec["volumes"] if one["name"] == name)
         assert mount == {"name": name, "mountPath": "/activation-scales", "readOnly": True}

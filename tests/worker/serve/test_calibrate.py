@@ -50,7 +50,7 @@ def test_a_worker_starts_with_the_file_and_tells_its_hash(
         [
             *("encoder", f"--model={SHAPES}", "--served-name=m", "--bind=127.0.0.1"),
             *("--dtype=bfloat16", "--weights=encoder=int8,merger=int8"),
-            *(f"--activation-scales={out}", f"--activation-scales-sha256={scales.sha256}"),
+            *(f"--activation-scales={out}", f"--activation-scales-hash={scales.sha256}"),
         ],
         {},
     )
@@ -151,7 +151,7 @@ def test_flags_out_of_range_are_refused(
 
 def test_a_hash_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for sha256, problem in (("a" * 64, "give the file, too"), ("abc", "64 hexadecimal digits")):
-        flags = [f"--model={SHAPES}", "--served-name=m", f"--activation-scales-sha256={sha256}"]
+        flags = [f"--model={SHAPES}", "--served-name=m", f"--activation-scales-hash={sha256}"]
         with pytest.raises(SystemExit, match="2"):
             parse(["encoder", *flags], {})
         assert problem in capsys.readouterr().err

@@ -248,7 +248,7 @@ def test_a_worker_reads_its_settings_from_the_flags_that_write_them(want: Worker
         compute = dataclasses.replace(want.compute, kv_memory_percent=percent)
         changes = {"stages": frozenset(Stage), "compute": compute, "max_requests": num_lent}
         want = dataclasses.replace(want, **changes)
-    if want.compute.activation_scales_sha256:
+    if want.compute.activation_scales_hash:
         compute = dataclasses.replace(want.compute, activation_scales=Path("/scales.json"))
         want = dataclasses.replace(want, compute=compute)
     assert parse([want.role.value, *to_argv(want)], {}) == want

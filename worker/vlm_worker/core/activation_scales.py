@@ -160,7 +160,7 @@ def read_scales(path: Path, *, sha256: str = "") -> ScaleFile:
     if sha256 and sha256 != scales.sha256:
         raise ModelConfigError(
             f"--activation-scales={path}: its sha256 is {scales.sha256}, not {sha256} as "
-            "--activation-scales-sha256 says; give both of the same file"
+            "--activation-scales-hash says; give both of the same file"
         )
     return ScaleFile(path, scales)
 

@@ -110,7 +110,7 @@ def load_model(
     packed_weights: bool = True,
     weights: str = "auto",
     activation_scales: Path | None = None,
-    activation_scales_sha256: str = "",
+    activation_scales_hash: str = "",
     progress: StartProgress = no_progress,
 ) -> LoadedModel:
     """Load the parts of a model that `stages` need.
@@ -124,7 +124,7 @@ def load_model(
         weights: `int8`, and on a GPU `int4`, rounds the linear layers in `FamilySpec.int8`; or
             types by part (`vlm_worker.weights`).
         activation_scales: file of `vlm-worker calibrate` for the inputs of int8 layers.
-        activation_scales_sha256: that the file must have; empty for any.
+        activation_scales_hash: that the file must have; empty for any.
         progress: called for each tensor or layer.
 
     Raises:
@@ -134,7 +134,7 @@ def load_model(
     checkpoint = open_checkpoint(model_dir)
     target = _choose_device(device)
     chosen = _choose_dtype(checkpoint, dtype, target)
-    scales = _scales_of(checkpoint, activation_scales, activation_scales_sha256)
+    scales = _scales_of(checkpoint, activation_scales, activation_scales_hash)
     began = time.perf_counter()
     loaded_stages, spec = frozenset(stages), checkpoint.family.spec
     with skip_unused_imports():

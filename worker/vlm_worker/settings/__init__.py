@@ -168,8 +168,8 @@ def _serve(args: argparse.Namespace, common: Mapping[str, Any]) -> ServeSettings
 
 
 def _check_scales(compute: ComputeSettings, fail: Callable[[str], NoReturn]) -> None:
-    if compute.activation_scales_sha256 and compute.activation_scales is None:
-        fail("--activation-scales-sha256: give the file, too, with --activation-scales=FILE")
+    if compute.activation_scales_hash and compute.activation_scales is None:
+        fail("--activation-scales-hash: give the file, too, with --activation-scales=FILE")
 
 
 def _check_workers(gateway: GatewaySettings, fail: Callable[[str], NoReturn]) -> None:

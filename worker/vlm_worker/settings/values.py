@@ -358,7 +358,7 @@ class ComputeSettings:
             `FamilySpec.int8`; or types by part (`vlm_worker.weights`).
         activation_scales: file with the scales of the inputs of int8 layers, on a CPU; None takes
             them from each row.
-        activation_scales_sha256: that the file must have; empty for any.
+        activation_scales_hash: that the file must have; empty for any.
         compile: on a GPU, compile at start the layers that torch computes.
         kv_memory_bytes: size of the KV cache. With neither size, the runner chooses.
         kv_memory_percent: its size as a share of the memory left after loading.
@@ -393,8 +393,8 @@ class ComputeSettings:
         "file of vlm-worker calibrate: scales of what int8 layers multiply, on a CPU",
         metavar="FILE",
     )
-    activation_scales_sha256: str = option(
-        "--activation-scales-sha256", SHA256, "", "that its field sha256 must have", metavar="HEX"
+    activation_scales_hash: str = option(
+        "--activation-scales-hash", SHA256, "", "that its field sha256 must have", metavar="HEX"
     )
     compile: bool = option(
         "--compile",
