@@ -18,6 +18,17 @@ from vlm_worker.settings import (
     WorkerSettings,
     parse,
 )
+from vlm_worker.settings.kinds import (
+    ADDRESSES,
+    DELAY_BY_STAGE,
+    DELAYS,
+    IMAGES,
+    MAX_IMAGES,
+    SCALED_TIMERS,
+    SHA256,
+    STAGE_LIST,
+    WEIGHTS,
+)
 from vlm_worker.settings.options import (
     FLAG,
     MAX_PORT,
@@ -32,17 +43,6 @@ from vlm_worker.settings.options import (
     to_argv,
 )
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.settings.values import (
-    ADDRESSES,
-    DELAY_BY_STAGE,
-    DELAYS,
-    IMAGES,
-    MAX_IMAGES,
-    SCALED_TIMERS,
-    SHA256,
-    STAGE_LIST,
-    WEIGHTS,
-)
 from vlm_worker.types import Role, Stage
 from vlm_worker.weights import PARTS, TYPES, canonical, rounded_types
 

@@ -18,20 +18,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vlm_worker.settings.options import MAX_PORT, add_options, read
+from vlm_worker.settings.source import HF_PREFIX, CalibrateSettings, FetchSettings, ModelSource
 from vlm_worker.settings.values import (
     CHOSEN_BY_SERVE,
-    HF_PREFIX,
     MAX_LENT_KV_PERCENT,
     SERVE_DRAIN_SECONDS,
     AdmissionPolicy,
     AdmissionSettings,
-    CalibrateSettings,
     ComputeSettings,
     EncoderCacheSettings,
-    FetchSettings,
     GatewaySettings,
     Identity,
-    ModelSource,
     ProcessSettings,
     QueueSettings,
     ServeSettings,
