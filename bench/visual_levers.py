@@ -137,7 +137,6 @@ class Worker:
     def __init__(self, *, threads: int) -> None:
         self._threads = threads
         self._by_weights: dict[str, Any] = {}
-        self._directory = tempfile.TemporaryDirectory()
 
     @functools.cached_property
     def runner(self) -> Any:
@@ -152,15 +151,20 @@ class Worker:
         """The runner with these `--weights`; behind a space `CALIBRATED`, if they are."""
         if weights not in self._by_weights:
             types, _, calibrated = weights.partition(" ")
-            options: dict[str, Any] = {"weights": types}
-            if calibrated:
-                options["activation_scales"] = self._scales
-            self._by_weights[weights] = self._built(options)
+            build = self._with_scales if calibrated else self._built
+            self._by_weights[weights] = build({"weights": types})
         return self._by_weights[weights]
 
+    def _with_scales(self, options: dict[str, Any]) -> Any:
+        """The runner that reads calibrated scales from a file."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "scales.json"
+            path.write_text(self._scales.to_json())
+            return self._built({**options, "activation_scales": path})
+
     @functools.cached_property
-    def _scales(self) -> Path:
-        """A file with scales of all parts, as `vlm-worker calibrate` makes it."""
+    def _scales(self) -> ActivationScales:
+        """Scales of all parts, as `vlm-worker calibrate` makes them."""
         drawn = [one for kind in KINDS for one in draw(kind, OF_EACH_KIND, seed=CALIBRATION_SEED)]
         loaded = load_unpacked(
             int8_accuracy.ROOT / "examples/shapes/model", num_threads=self._threads
@@ -171,7 +175,7 @@ class Worker:
             ids, first = token_ids(question, image.cells)
             prompt = ids[: len(ids) + 1 - len(question.answer)]
             calibrator.read(tuple(prompt), image, first)
-        scales = ActivationScales(
+        return ActivationScales(
             model=loaded.checkpoint.revision(),
             processor=processor_hash(loaded.family.processor),
             percentile=99.99,
@@ -179,9 +183,6 @@ class Worker:
             images=len(drawn),
             parts=calibrator.scales(percentile=99.99, margin=1.0),
         )
-        path = Path(self._directory.name) / "scales.json"
-        path.write_text(scales.to_json())
-        return path
 
     def _built(self, options: dict[str, Any]) -> Any:
         return int8_accuracy.runner_of({"dtype": "auto", "num_threads": self._threads, **options})

@@ -93,7 +93,7 @@ def linears_of(model: Any, spec: FamilySpec) -> dict[Part, dict[str, nn.Module]]
     """
     joined = JointLinear, GatedLinear
     inner = {id(one) for each in model.modules() if isinstance(each, joined) for one in each.parts}
-    linears = {
+    linears: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, joined) or (type(module) is nn.Linear and id(module) not in inner)
