@@ -5,7 +5,8 @@
     pool, merge, diverse, zip, arrcoc                           `vlm_worker.reduction` by share
     auto      what the gateway's policy `Auto` chooses by the class of the question, as it finds it
     kv        the whole image, KV cache in int8
-    weights   the whole image, encoded with int8 weights of tower and merger
+    weights   the whole image, encoded with int8 weights of tower and merger; `calibrated`: with
+              scales of activations from other questions, instead of one for each row
     parts     the whole image, encoded and decoded with types by part, as of `--weights`
 
 The worker's own code does all of it: processor, vision tower, reduction, decoder. Visual tokens of
@@ -16,29 +17,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import int8_accuracy
 import numpy as np
 import torch
 from teacher import Forced, forced
-from visual_questions import Question, token_ids
+from visual_questions import KINDS, SEED, Question, draw, token_ids
 
+from vlm_worker.core.activation_scales import ActivationScales, processor_hash
 from vlm_worker.core.relevance import allocate
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
 from vlm_worker.gateway.visual import Choice, VisualLimits, VisualPolicy
 from vlm_worker.media.patches import PLAIN_CUTTER, model_pixels
 from vlm_worker.media.texture import pixel_relevance
+from vlm_worker.model.calibrate import Calibrator, load_unpacked
 from vlm_worker.reduction import Method, Reduction
 from vlm_worker.types import ImageItem, PreparedImage
+from vlm_worker.weights import PARTS
 
 KEY: Final = bytes(32)
 CELL: Final = 28
 """Pixels of a visual token of `shapes` and the Qwen families in each direction."""
 ENCODED_TOGETHER: Final = 32
+OF_EACH_KIND: Final = 5
+"""Images of each kind of question that scales are calibrated with."""
+CALIBRATION_SEED: Final = SEED + 1000
+CALIBRATION_TOKENS: Final = 1024
 SCORED: Final = Reduction(Method.ZIP, 500)
 """Asks the encoder for attention scores, without which ZIP cannot rank."""
 
@@ -81,10 +92,16 @@ LEVERS: Final[Mapping[str, tuple[Setting, ...]]] = {
     "kv": (Setting("kv", "int8"),),
     "weights": (Setting("weights", "int8 encoder"),),
 }
+CALIBRATED: Final = "calibrated"
 UNRECORDED: Final[Mapping[str, tuple[Setting, ...]]] = {
-    "parts": (Setting("parts", "encoder=int8"), Setting("parts", "encoder=int8,layers=int8")),
+    "weights": (Setting("weights", CALIBRATED),),
+    "parts": (
+        Setting("parts", "encoder=int8"),
+        Setting("parts", "encoder=int8,layers=int8"),
+        Setting("parts", f"encoder=int8,layers=int8 {CALIBRATED}"),
+    ),
 }
-"""Levers that are measured only if they are named, and have no place in the record."""
+"""Settings that are measured only if their lever is named, and have no place in the record."""
 
 
 def chosen(levers: Sequence[str]) -> list[Setting]:
@@ -93,7 +110,11 @@ def chosen(levers: Sequence[str]) -> list[Setting]:
     Raises KeyError for an unknown lever.
     """
     names = dict.fromkeys((*ALWAYS, *(levers or LEVERS)))
-    return [setting for name in names for setting in {**LEVERS, **UNRECORDED}[name]]
+    found = [setting for name in names for setting in LEVERS.get(name, ())]
+    found += [setting for name in levers for setting in UNRECORDED.get(name, ())]
+    if unknown := set(names) - {*LEVERS, *UNRECORDED}:
+        raise KeyError(*unknown)
+    return list(dict.fromkeys(found))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -127,10 +148,41 @@ class Worker:
         return self._built({"kv_dtype": "int8"})
 
     def with_weights(self, weights: str) -> Any:
-        """The runner with these `--weights`."""
+        """The runner with these `--weights`; behind a space `CALIBRATED`, if they are."""
         if weights not in self._by_weights:
-            self._by_weights[weights] = self._built({"weights": weights})
+            types, _, calibrated = weights.partition(" ")
+            build = self._with_scales if calibrated else self._built
+            self._by_weights[weights] = build({"weights": types})
         return self._by_weights[weights]
+
+    def _with_scales(self, options: dict[str, Any]) -> Any:
+        """The runner that reads calibrated scales from a file."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "scales.json"
+            path.write_text(self._scales.to_json())
+            return self._built({**options, "activation_scales": path})
+
+    @functools.cached_property
+    def _scales(self) -> ActivationScales:
+        """Scales of all parts, as `vlm-worker calibrate` makes them."""
+        drawn = [one for kind in KINDS for one in draw(kind, OF_EACH_KIND, seed=CALIBRATION_SEED)]
+        loaded = load_unpacked(
+            int8_accuracy.ROOT / "examples/shapes/model", num_threads=self._threads
+        )
+        calibrator = Calibrator(loaded, parts=PARTS, max_tokens=CALIBRATION_TOKENS)
+        for question in drawn:
+            image = self._prepared(question, math.prod(question.rgb.shape[:2]))
+            ids, first = token_ids(question, image.cells)
+            prompt = ids[: len(ids) + 1 - len(question.answer)]
+            calibrator.read(tuple(prompt), image, first)
+        return ActivationScales(
+            model=loaded.checkpoint.revision(),
+            processor=processor_hash(loaded.family.processor),
+            percentile=99.99,
+            margin=1.0,
+            images=len(drawn),
+            parts=calibrator.scales(percentile=99.99, margin=1.0),
+        )
 
     def _built(self, options: dict[str, Any]) -> Any:
         return int8_accuracy.runner_of({"dtype": "auto", "num_threads": self._threads, **options})
@@ -160,6 +212,8 @@ class Worker:
             case "weights" | "parts":
                 images = [one.image for one in seen]
                 weights = setting.value if setting.lever == "parts" else "int8"
+                if setting.value == CALIBRATED:
+                    weights = f"int8 {CALIBRATED}"
                 encoded = self._encoded(self.with_weights(weights), questions, images)
                 return [self._whole(one) for one in encoded]
             case lever:

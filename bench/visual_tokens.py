@@ -87,7 +87,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--lever",
         action="append",
         default=[],
-        choices=(*LEVERS, *UNRECORDED),
+        choices=tuple(dict.fromkeys((*LEVERS, *UNRECORDED))),
         help="beside off and pixels; may be repeated; default: all",
     )
     parser.add_argument("--questions", type=_positive, default=100, help="of each group")
@@ -95,8 +95,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=_positive, default=1)
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     args = parser.parse_args(argv)
-    if args.record and set(args.lever) & set(UNRECORDED):
-        parser.error(f"--record: {', '.join(UNRECORDED)} has no place in {RECORD.name}")
+    if args.record and (without := sorted(set(args.lever) - set(LEVERS))):
+        parser.error(f"--record: {', '.join(without)} has no place in {RECORD.name}")
     return args
 
 
@@ -108,7 +108,7 @@ def _positive(text: str) -> int:
 
 
 def recorded(earlier: Sequence[table.Line], lines: Sequence[table.Line]) -> list[table.Line]:
-    """The lines to record, in the order of `LEVERS`: these, and earlier ones of other levers.
+    """The lines to record, in the order of `LEVERS`: these, and earlier ones of other settings.
 
     Earlier lines stay only if they are of the same seed: more questions begin with fewer ones. So
     those of `ALWAYS` also stay if they answered more questions than the new ones.

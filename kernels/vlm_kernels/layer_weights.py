@@ -103,6 +103,8 @@ class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "offsets", "bias")),
         *((name, _SIZE) for name in ("num_outputs", "num_inputs")),
+        ("x_scale", ctypes.c_float),
+        ("x_zero", ctypes.c_int32),
     )
 
 
@@ -175,6 +177,7 @@ def _linear(linear: Linear) -> _Linear:
         ),
         weights.num_outputs * (2 if weights.is_gated else 1),
         weights.num_inputs,
+        *weights.inputs,
     )
 
 

@@ -12,6 +12,7 @@ tensors is rounded to bfloat16, as in separate modules of transformers.
     int8 weights       x is also rounded to int8, per row:          `cpu/linear_int8.cpp`
                        x_mk ~ a_m p_mk,  a_m = max_k |x_mk| / 127
                        y_mn = a_m s_n sum_k p_mk q_nk,  the sum in integers
+    with known inputs  x_mk ~ a p_mk by one scale of all rows (`InputScale`); larger ones clipped
 
 One layout suits one row and thousands (`packed_weights`). A row's result depends on no other row.
 """
@@ -28,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from vlm_kernels.cpu import native
-from vlm_kernels.packed_weights import PANEL, PackedWeights, quantise
+from vlm_kernels.packed_weights import PANEL, PackedWeights, clip, quantise
 
 SYMBOL = "triptych_linear_int8"
 _POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -36,7 +37,8 @@ _OPERANDS = (
     *(_POINTER, _POINTER, _SIZE, _POINTER, _SIZE),
     *(_NUMBER, _NUMBER, _NUMBER, _NUMBER, _NUMBER),
 )
-ARGUMENTS = (_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, *_OPERANDS)
+_SCALING = (_POINTER, _POINTER, ctypes.c_float, _NUMBER)
+ARGUMENTS = (_POINTER, _SIZE, _POINTER, *_SCALING, *_OPERANDS)
 BFLOAT16_ARGUMENTS = (_POINTER, _SIZE, _POINTER, *_OPERANDS)
 
 
@@ -113,7 +115,9 @@ def packed_linear(
         return packed_linear_reference(x_MK, weights, bias_N, residual_MN, activation)
     if x_MK.shape[1] % 2 and not weights.is_int8:
         x_MK = functional.pad(x_MK, (0, 1))
-    scaling = () if weights.scales is None else (_at(weights.scales), _at(weights.offsets))
+    scaling: tuple[Any, ...] = ()
+    if weights.is_int8:
+        scaling = _at(weights.scales), _at(weights.offsets), *weights.inputs
     y_MN = x_MK.new_empty(len(x_MK), weights.num_outputs)
     run(
         x_MK.data_ptr(),
@@ -156,7 +160,8 @@ def _product(x_MK: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
     """Float32 `[M, panels * 32]`: the dequantised sums."""
     if weights.scales is None:
         return functional.linear(x_MK.float(), weights.rows())
-    codes, scales = quantise(x_MK)
+    is_known = weights.inputs.is_known
+    codes, scales = clip(x_MK, weights.inputs) if is_known else quantise(x_MK)
     sums = codes.double() @ weights.rows().double().T  # integers, exact
     return sums.float() * (scales * weights.scales)
 

@@ -10,6 +10,7 @@ In bfloat16 a group is two inputs, `[panels, K / 2, 32, 2]`. In int8 it is four,
 from __future__ import annotations
 
 import dataclasses
+from typing import Final, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -24,6 +25,30 @@ MAX_INPUTS = 1 << 16
 LEAST_SCALED = 1e-30
 """A row whose values are all smaller has codes of 0."""
 
+SYMMETRIC: Final = 128
+"""The code of 0 where codes of inputs are of either sign."""
+
+MAX_CODE: Final = 255
+
+
+class InputScale(NamedTuple):
+    """How the inputs of an int8 layer become codes:  x ~ scale (c - zero),  0 <= c <= 255.
+
+    Values beyond the codes are clipped. A symmetric zero leaves out code 0, so that both signs have
+    127 levels. A scale of 0 stands for one of each row, from its largest value.
+    """
+
+    scale: float
+    zero: int = SYMMETRIC
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all rows have this scale."""
+        return self.scale > 0
+
+
+BY_ROW: Final = InputScale(0.0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedWeights:
@@ -37,6 +62,7 @@ class PackedWeights:
         is_gated: whether the panels hold two matrices.
         scales: for int8, float32 `[panels * 32]`, in the order of panels.
         offsets: for int8, int32 `[panels * 32]`: 128 times the sum of each row's codes.
+        inputs: for int8, how the inputs become codes.
     """
 
     panels: torch.Tensor
@@ -45,6 +71,7 @@ class PackedWeights:
     is_gated: bool = False
     scales: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    inputs: InputScale = BY_ROW
 
     @property
     def is_int8(self) -> bool:
@@ -55,6 +82,18 @@ class PackedWeights:
     def num_biases(self) -> int:
         """Length of a bias: one value per output, or per row of panels."""
         return len(self.panels) * PANEL if self.is_gated else self.num_outputs
+
+    def calibrated(self, inputs: InputScale) -> PackedWeights:
+        """The same int8 weights with a scale of the inputs that is known.
+
+        Raises:
+            ValueError: the weights are not int8, or scale or zero are out of range.
+        """
+        if not self.is_int8:
+            raise ValueError("pack: only int8 weights have a scale of their inputs")
+        if not (LEAST_SCALED <= inputs.scale < float("inf") and 0 <= inputs.zero <= MAX_CODE):
+            raise ValueError(f"pack: {inputs} must have a positive scale and a zero of 0 to 255")
+        return dataclasses.replace(self, inputs=inputs)
 
     def rows(self) -> torch.Tensor:
         """Float32 `[panels * 32, K]`: the values, in the order of panels."""
@@ -94,6 +133,15 @@ def quantise(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # divides two tensors: for a scalar, torch multiplies by the reciprocal, which rounds twice
     codes = (wide * (torch.full_like(most, LEVELS) / most)).round()
     return codes.where(is_finite, 0.0), most / LEVELS
+
+
+def clip(x_RK: torch.Tensor, inputs: InputScale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of each row by a known scale, less their zero, as `quantise` returns them."""
+    wide, scale = x_RK.float(), torch.tensor(inputs.scale, dtype=torch.float32)
+    is_finite = wide.isfinite().all(dim=1, keepdim=True)
+    least = (1 if inputs.zero == SYMMETRIC else 0) - inputs.zero
+    levels = (wide * (torch.ones_like(scale) / scale)).clamp(least, MAX_CODE - inputs.zero)
+    return levels.round().where(is_finite, 0.0), scale.where(is_finite, torch.nan)
 
 
 def _mixed(gate_NK: torch.Tensor, up_NK: torch.Tensor) -> torch.Tensor:

@@ -259,7 +259,7 @@ def test_each_lever_reduces_tokens_or_changes_numbers(worker: Worker, seen: list
 def test_weights_by_part_round_these_parts_of_encoder_and_decoder(
     worker: Worker, seen: list[Seen]
 ) -> None:
-    (whole,), (tower, both) = LEVERS["weights"], UNRECORDED["parts"]
+    (whole,), (tower, both, _) = LEVERS["weights"], UNRECORDED["parts"]
     assert worker.decoder(whole) is worker.runner
     assert worker.decoder(tower) is worker.with_weights("encoder=int8")
     assert worker.decoder(both) is worker.with_weights("encoder=int8,layers=int8")
@@ -268,6 +268,18 @@ def test_weights_by_part_round_these_parts_of_encoder_and_decoder(
     )
     assert not (with_merger == without).all()
     assert (without == again).all(), "one tower"
+
+
+def test_calibrated_weights_give_rows_of_their_own_near_those_of_each_rows_scale(
+    worker: Worker, seen: list[Seen]
+) -> None:
+    (dynamic,), (static,) = LEVERS["weights"], UNRECORDED["weights"]
+    assert worker.decoder(static) is worker.runner
+    whole, by_row, calibrated = (
+        worker.sequences(setting, seen)[0].rows.float() for setting in (OFF, dynamic, static)
+    )
+    assert not (calibrated == by_row).all()
+    assert (calibrated - whole).norm() < 0.1 * whole.norm()
 
 
 def test_auto_takes_what_the_class_of_each_question_needs(worker: Worker) -> None:

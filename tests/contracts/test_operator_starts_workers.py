@@ -49,6 +49,9 @@ def test_workers_accept_every_command_line(manifest: Manifest):
             assert read.role.value == labels[names.LABEL_ROLE]
 
 
+PLACE = {"POD_NAME": "p", "POD_UID": "u", "POD_IP": "127.0.0.1"}
+
+
 def worker_arguments(manifest: Manifest) -> dict[str, list[str]]:
     """The command line of each role."""
     found = plan_turn(service(manifest), empty(), Memory(), options=Options())
@@ -78,12 +81,31 @@ def test_all_workers_read_the_weights_of_the_model(weights: dict[str, str]):
     want = canonical(",".join(f"{part}={kind.lower()}" for part, kind in weights.items()))
     for role, args in found.items():
         assert set(off[role]) - set(args) != set(), "another compatibility set"
-        read = parse(args, {"POD_NAME": "p", "POD_UID": "u", "POD_IP": "127.0.0.1"})
+        read = parse(args, PLACE)
         if role == "gateway":
             assert f"--weights={want}" not in args
         else:
             assert isinstance(read, WorkerSettings)
             assert read.compute.weights == want
+
+
+def test_all_workers_read_the_scales_of_the_model_and_other_scales_are_another_set():
+    manifest, sets = copy.deepcopy(body()), []
+    for sha256 in ("", "a" * 64, "b" * 64):
+        weights: Manifest = {"encoder": "Int8"}
+        if sha256:
+            key = {"name": "scales", "key": "scales.json"}
+            weights["activationScales"] = {"configMapKeyRef": key, "sha256": sha256}
+        manifest["spec"]["model"]["weights"] = weights
+        found = [parse(args, PLACE) for args in worker_arguments(manifest).values()]
+        sets.append({read.compat for read in found})
+        for read in found:
+            if isinstance(read, WorkerSettings):
+                assert read.compute.weights == "encoder=int8"
+                assert read.compute.activation_scales_hash == sha256
+                assert (read.compute.activation_scales is not None) == bool(sha256)
+    assert [len(compats) for compats in sets] == [1, 1, 1], "all roles of a service agree"
+    assert len(set.union(*sets)) == 3
 
 
 @given(

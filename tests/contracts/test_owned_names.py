@@ -21,9 +21,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 )
 WORKER_FLAGS = set(COMMANDS.choices["decode"]._option_string_actions)
 MAY_BE_REPLACED = {
-    "--weights", "--embedding-disk-dir", "--embedding-disk-bytes", "--embedding-disk-age-seconds"
+    "--weights", "--embedding-disk-dir", "--embedding-disk-bytes", "--embedding-disk-age-seconds",
+    "--activation-scales", "--activation-scales-hash",
 }  # fmt: skip
-"""Users may set these for one pool: other types of weights, and a volume of their own."""
+"""Users may set these for one pool: other types of weights and scales, a volume of their own."""
 MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
 
 

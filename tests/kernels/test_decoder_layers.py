@@ -17,7 +17,7 @@ from vlm_kernels.kv_rows import block_size_of
 from vlm_kernels.layer_weights import Heads, LayerWeights, Linear, Norm, Tail
 from vlm_kernels.layers_reference import decoder_layers_reference, logits_reference
 from vlm_kernels.native_layers import has_layers
-from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
+from vlm_kernels.packed_weights import InputScale, mix_biases, pack, pack_gated
 
 pytestmark = pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
 
@@ -36,6 +36,7 @@ class Form:
     has_bias: bool = True
     has_more_norms: bool = False
     int8: bool = False
+    is_calibrated: bool = False
     kv_dtype: torch.dtype = torch.bfloat16
     window: int | None = None
     has_float_tables: bool = False
@@ -53,6 +54,7 @@ FORMS = st.builds(
     has_bias=st.booleans(),
     has_more_norms=st.booleans(),
     int8=st.booleans(),
+    is_calibrated=st.booleans(),
     kv_dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.int8]),
     window=st.sampled_from([None, 3]),
     has_float_tables=st.booleans(),
@@ -239,6 +241,8 @@ def _layer(form: Form, kind: int) -> LayerWeights:
 
 def _linear(form: Form, num_outputs: int, num_inputs: int) -> Linear:
     weights = pack(bf16(num_outputs, num_inputs) / num_inputs**0.5, int8=form.int8)
+    if form.int8 and form.is_calibrated:
+        weights = weights.calibrated(InputScale(0.02, num_inputs))
     return Linear(weights, bf16(num_outputs) if form.has_bias else None)
 
 

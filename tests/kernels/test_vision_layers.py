@@ -15,7 +15,7 @@ from vlm_kernels import Activation
 from vlm_kernels.layer_weights import Heads, LayerNorm, LayerWeights, Linear, Norm
 from vlm_kernels.layers_reference import vision_layer_reference
 from vlm_kernels.native_layers import has_layers
-from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
+from vlm_kernels.packed_weights import InputScale, mix_biases, pack, pack_gated
 from vlm_kernels.segments import Segments, whole_segments
 from vlm_kernels.vision_layers import VisionLayers
 
@@ -34,6 +34,7 @@ class Form:
     is_centred: bool = True
     has_bias: bool = True
     int8: bool = False
+    is_calibrated: bool = False
     tables: torch.dtype | None = torch.float32
 
     @property
@@ -51,6 +52,7 @@ FORMS = st.builds(
     is_centred=st.booleans(),
     has_bias=st.booleans(),
     int8=st.booleans(),
+    is_calibrated=st.booleans(),
     tables=st.sampled_from([None, torch.float32, torch.bfloat16]),
 )
 LENGTHS = st.lists(st.integers(0, 70), min_size=1, max_size=4).filter(any)
@@ -212,6 +214,8 @@ def _weights(form: Form) -> LayerWeights:
 
 def _linear(form: Form, num_outputs: int, num_inputs: int) -> Linear:
     weights = pack(bf16(num_outputs, num_inputs) / num_inputs**0.5, int8=form.int8)
+    if form.int8 and form.is_calibrated:
+        weights = weights.calibrated(InputScale(0.02, num_inputs))
     return Linear(weights, bf16(num_outputs) if form.has_bias else None)
 
 

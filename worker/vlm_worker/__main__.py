@@ -17,6 +17,7 @@ from vlm_worker.serve.process import (
     set_malloc_thresholds,
 )
 from vlm_worker.settings import (
+    CalibrateSettings,
     FetchSettings,
     GatewaySettings,
     ServeSettings,
@@ -43,7 +44,7 @@ def main() -> None:
         only_tls_13(environ)
     set_malloc_thresholds(environ)
     keep_compiled(environ)
-    if isinstance(settings, ServeSettings):
+    if isinstance(settings, ServeSettings | CalibrateSettings):
         log_as_text()
     else:
         log_as_json()
@@ -72,6 +73,10 @@ def _fetch(settings: FetchSettings) -> int:
 def _run(settings: Settings) -> int:
     if isinstance(settings, FetchSettings):
         return _fetch(settings)
+    if isinstance(settings, CalibrateSettings):
+        from vlm_worker.serve.calibrate import run_calibrate
+
+        return run_calibrate(settings)
     if not isinstance(settings, ServeSettings) and settings.parent is not None:
         exit_with_parent(settings.parent)
     if isinstance(settings, WorkerSettings):

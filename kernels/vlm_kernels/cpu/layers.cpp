@@ -158,7 +158,7 @@ class Layers {
     const int k = static_cast<int>(w.num_inputs);
     job.x_is_tiled = x_is_tiled;
     if (w.scales == nullptr) return linear_bf16(job, x, k, k, threads_);
-    linear_int8(job, x, k, k, memory_.codes, threads_);
+    linear_int8(job, x, k, k, {w.x_scale, w.x_zero}, memory_.codes, threads_);
   }
 
   // x += product, which lies in `between` if a norm comes before the sum.

@@ -15,6 +15,8 @@ struct Linear {
   const void* offsets;
   const void* bias;
   int64_t num_outputs, num_inputs;
+  float x_scale;  // of int8 alone: the scale of calibrated inputs and the code of 0 (InputScale)
+  int32_t x_zero;
 };
 
 struct Norm {

@@ -41,6 +41,7 @@ struct Job {
   const uint8_t* x;         // rows of bfloat16, or of int8 codes
   int64_t x_stride;         // bytes
   const float* x_scale;     // [M], of codes alone
+  int x_zero;               // the code of 0
   const uint8_t* w;         // panels
   const float* w_scale;     // [panels * 32], of int8 alone
   const int32_t* w_offset;  // likewise: what the codes' zero adds to each sum
@@ -95,8 +96,15 @@ struct Codes {
   }
 };
 
+// How a calibrated layer's x becomes codes:  x ~ scale (code - zero). Scale 0: each row has its own.
+struct InputScale {
+  float scale;
+  int32_t zero;
+};
+
 // Of a job without x: rows of bfloat16, k of them each, x_stride apart. The first needs AVX512-BF16.
 void linear_bf16(Job job, const void* x, int64_t x_stride, int k, Threads& threads);
-void linear_int8(Job job, const void* x, int64_t x_stride, int k, Codes& codes, Threads& threads);
+void linear_int8(Job job, const void* x, int64_t x_stride, int k, InputScale input, Codes& codes,
+                 Threads& threads);
 
 }  // namespace triptych

@@ -4,11 +4,14 @@
 //   x_mk ~ a_m p_mk             |p| <= 127, a_m = max_k |x_mk| / 127 of each row, made here
 //   y_mn = a_m s_n sum_k p q    the sum is of integers, exact and below 2^31
 //
+// A calibrated layer has one scale a for all rows, and a zero z (InputScale):  x_mk ~ a (c_mk - z),
+// 0 <= c <= 255. Rows are read once, without a pass for the largest value; larger values are clipped.
+//
 // Reference: LLM.int8() (arXiv 2208.07339) without its outliers, as vLLM and OpenVINO compute W8A8.
 //
 // W is packed as [N / 32][K / 4][32][4]: one line of 64 bytes holds four inputs of 16 outputs. Codes
-// of x are p + 128, as vpdpbusd wants one factor unsigned; w_offset[n] = 128 sum_k q takes away what
-// that adds. N and K are padded with zeros.
+// of x are p + 128, as vpdpbusd wants one factor unsigned; z sum_k q takes away what the code of 0
+// adds, where w_offset[n] = 128 sum_k q. N and K are padded with zeros.
 //
 // Sums are the same integers in every variant and order, so rows, threads and CPUs change nothing
 // but the last bit of an activation.
@@ -52,20 +55,23 @@ struct Int8Dot {
     Outputs(const Job& job, int panel)
         : offsets(job.w_offset + panel * PANEL),
           scales(job.w_scale + panel * PANEL),
-          rows(job.x_scale) {}
+          rows(job.x_scale),
+          zero(_mm512_set1_epi32(job.x_zero)) {}
 
     __m512 left(int row, Sum sum) const { return value(row, sum, 0); }
     __m512 right(int row, Sum sum) const { return value(row, sum, PANEL / 2); }
 
    private:
     __m512 value(int row, Sum sum, int column) const {
-      const __m512i exact = _mm512_sub_epi32((__m512i)sum, _mm512_loadu_si512(offsets + column));
+      const __m512i codes = _mm512_srai_epi32(_mm512_loadu_si512(offsets + column), 7);
+      const __m512i exact = _mm512_sub_epi32((__m512i)sum, _mm512_mullo_epi32(codes, zero));
       const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(rows[row]), _mm512_loadu_ps(scales + column));
       return _mm512_mul_ps(_mm512_cvtepi32_ps(exact), scale);
     }
 
     const int32_t* offsets;
     const float *scales, *rows;
+    __m512i zero;
   };
 };
 
@@ -82,10 +88,11 @@ void product(const Job& job, Threads& threads) { multiply<Int8Dot>(job, threads)
 namespace {
 
 // The integer sums of one row with one panel.
-void sum_panel(const uint8_t* codes, const int8_t* w, int steps, const int32_t* offset,
+void sum_panel(const uint8_t* codes, const int8_t* w, int steps, const int32_t* offset, int zero,
                int32_t sums[PANEL]) {
 #ifdef __AVX2__
-  // |p| * (q with the sign of p): pairs stay within 2 * 127 * 127 < 2^15, nothing saturates
+  // |p| * (q with the sign of p), p = c - 128: pairs stay within 2 * 128 * 127 < 2^15, so nothing
+  // saturates
   __m256i all[4] = {};
   const __m256i ones = _mm256_set1_epi16(1);
   for (int step = 0; step < steps; ++step) {
@@ -99,10 +106,10 @@ void sum_panel(const uint8_t* codes, const int8_t* w, int steps, const int32_t* 
       all[j] = _mm256_add_epi32(all[j], _mm256_madd_epi16(pairs, ones));
     }
   }
-  (void)offset;
   for (int j = 0; j < 4; ++j) _mm256_storeu_si256((__m256i*)(sums + j * 8), all[j]);
+  for (int n = 0; n < PANEL; ++n) sums[n] += (offset[n] >> 7) * (128 - zero);
 #else
-  for (int n = 0; n < PANEL; ++n) sums[n] = -offset[n];
+  for (int n = 0; n < PANEL; ++n) sums[n] = -(offset[n] >> 7) * zero;
   for (int step = 0; step < steps; ++step) {
     for (int n = 0; n < PANEL; ++n) {
       const uint8_t* p = codes + step * 4;
@@ -157,7 +164,8 @@ void product(const Job& job, Threads& threads) {
     for (int row = 0; row < job.m; ++row) {
       int32_t sums[PANEL];
       float values[PANEL];
-      sum_panel(job.x + row * job.x_stride, w, job.steps, job.w_offset + panel * PANEL, sums);
+      sum_panel(job.x + row * job.x_stride, w, job.steps, job.w_offset + panel * PANEL, job.x_zero,
+                sums);
       for (int n = 0; n < PANEL; ++n) {
         const float scale = job.x_scale[row] * job.w_scale[panel * PANEL + n];
         values[n] = float(sums[n]) * scale;
@@ -175,32 +183,60 @@ namespace {
 
 constexpr float LEAST = 1e-30f;     // a row of nothing but less than this is zero
 constexpr uint16_t INFINITE = 0x7f80;
+constexpr float ROUNDS = 12582912.f;  // 1.5 * 2^23: the last byte of a sum with it is an integer
+constexpr int SYMMETRIC = 128;        // the code of 0 where codes are of either sign
 
-// Codes of one row; of one with NaN or infinity, its scale is NaN, and so are its results.
+// The row has NaN or infinity, so its scale is NaN, and so are its results.
+void spoil(int64_t padded, uint8_t* codes, float* scale) {
+  *scale = std::numeric_limits<float>::quiet_NaN();
+  std::fill(codes, codes + padded, uint8_t(SYMMETRIC));
+}
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// Codes of one row by its largest value.
 void quantise_row(const uint16_t* x, int64_t size, int64_t padded, uint8_t* codes, float* scale) {
   uint16_t most = 0;  // bits without the sign are in the order of the sizes, NaN above all
   for (int64_t i = 0; i < size; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
-  if (most >= INFINITE) {
-    *scale = std::numeric_limits<float>::quiet_NaN();
-    std::fill(codes, codes + padded, uint8_t(128));
-    return;
-  }
+  if (most >= INFINITE) return spoil(padded, codes, scale);
   const float largest = std::max(to_float(Bfloat16{most}), LEAST);
   *scale = largest / 127.f;
   const float inverse = 127.f / largest;
   for (int64_t i = 0; i < size; ++i) {
-    const float shifted = to_float(Bfloat16{x[i]}) * inverse + 12582912.f;  // rounds: 1.5 * 2^23
-    uint32_t bits;
-    std::memcpy(&bits, &shifted, sizeof(bits));
-    codes[i] = uint8_t(bits) ^ 0x80;
+    codes[i] = uint8_t(bits_of(to_float(Bfloat16{x[i]}) * inverse + ROUNDS)) ^ 0x80;
   }
-  std::fill(codes + size, codes + padded, uint8_t(128));
+  std::fill(codes + size, codes + padded, uint8_t(SYMMETRIC));
+}
+
+// Codes of one row by a scale that is known, in one pass; values beyond the codes are clipped.
+void clip_row(const uint16_t* x, int64_t size, int64_t padded, InputScale input, uint8_t* codes,
+              float* scale) {
+  const float inverse = 1.f / input.scale;
+  const float least = float((input.zero == SYMMETRIC ? 1 : 0) - input.zero);
+  const float largest = float(255 - input.zero);
+  uint16_t most = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    most = std::max<uint16_t>(most, x[i] & 0x7fff);
+    float level = to_float(Bfloat16{x[i]}) * inverse;
+    level = level < largest ? level : largest;
+    level = level > least ? level : least;
+    codes[i] = uint8_t(bits_of(level + ROUNDS) + uint32_t(input.zero));
+  }
+  if (most >= INFINITE) return spoil(padded, codes, scale);
+  *scale = input.scale;
+  std::fill(codes + size, codes + padded, uint8_t(SYMMETRIC));
 }
 
 }  // namespace
 
-void triptych::linear_int8(Job job, const void* x, int64_t x_stride, int k, Codes& codes,
-                           Threads& threads) {
+void triptych::linear_int8(Job job, const void* x, int64_t x_stride, int k, InputScale input,
+                           Codes& codes, Threads& threads) {
+  const bool is_known = input.scale > 0;
+  job.x_zero = is_known ? input.zero : SYMMETRIC;
   job.steps = (k + 3) / 4;
   job.x_stride = int64_t(job.steps) * 4;
   job.x_is_tiled = reads_tiles(job.m);
@@ -209,7 +245,12 @@ void triptych::linear_int8(Job job, const void* x, int64_t x_stride, int k, Code
     for (int64_t row = begin; row < end; ++row) {
       const auto quantise = [&](uint8_t* to) {
         const auto* from = static_cast<const uint16_t*>(x) + row * x_stride;
-        quantise_row(from, k, job.x_stride, to, codes.scales.data() + row);
+        float* const scale = codes.scales.data() + row;
+        if (is_known) {
+          clip_row(from, k, job.x_stride, input, to, scale);
+        } else {
+          quantise_row(from, k, job.x_stride, to, scale);
+        }
       };
       if (job.x_is_tiled) {
         write_tiled(all, row, job.x_stride, quantise);
@@ -225,7 +266,8 @@ void triptych::linear_int8(Job job, const void* x, int64_t x_stride, int k, Code
 
 TRIPTYCH_EXPORT bool triptych_linear_int8(const void* x, int64_t x_stride, const void* w,
                                           const void* w_scale, const void* w_offset,
-                                          const void* bias, const void* residual,
+                                          float x_scale, int x_zero, const void* bias,
+                                          const void* residual,
                                           int64_t residual_stride, void* y, int64_t y_stride, int m,
                                           int n, int k, int epilogue, int num_threads) try {
   static thread_local Codes codes;
@@ -235,7 +277,7 @@ TRIPTYCH_EXPORT bool triptych_linear_int8(const void* x, int64_t x_stride, const
   job.w_scale = static_cast<const float*>(w_scale);
   job.w_offset = static_cast<const int32_t*>(w_offset);
   Threads threads(num_threads);
-  linear_int8(job, x, x_stride, k, codes, threads);
+  linear_int8(job, x, x_stride, k, {x_scale, x_zero}, codes, threads);
   return true;
 } catch (const std::bad_alloc&) {
   return false;

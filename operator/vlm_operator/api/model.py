@@ -18,6 +18,7 @@ from vlm_operator.api.base import (
     field,
     not_built,
 )
+from vlm_operator.api.engine import KeySelector
 from vlm_operator.api.enums import (
     ClaimAccess,
     DType,
@@ -84,10 +85,28 @@ class Limits(Model):
     )
 
 
+_PARTS = ("encoder", "merger", "layers", "head")
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$", max_length=64)]
+
+
 def _part(what: str) -> WeightType:
     """The field of a part; `what` says which linear layers it has."""
     found: WeightType = field(WeightType.AUTO, what, example="Int8", restarts=Restarts.PODS)
     return found
+
+
+class ActivationScales(Model):
+    """A file of `vlm-worker calibrate`."""
+
+    config_map_key_ref: KeySelector = field(
+        ..., "ConfigMap of the same namespace, and its key.", restarts=Restarts.PODS
+    )
+    sha256: Sha256 = field(
+        ...,
+        "The sha256 in the file. Pods with another file do not start.",
+        example="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        restarts=Restarts.PODS,
+    )
 
 
 class Weights(Model):
@@ -97,12 +116,28 @@ class Weights(Model):
     merger: WeightType = _part("From the tower to the language model.")
     layers: WeightType = _part("The layers of the language model.")
     head: WeightType = _part("The logits. Auto if the head shares the embedding table's weights.")
+    activation_scales: ActivationScales | None = field(
+        None,
+        "Measured scales of what Int8 layers multiply, on CPUs.",
+        unset="from each token",
+        restarts=Restarts.PODS,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="scales-int8",
+            holds="!has(self.activationScales) || "
+            + " || ".join(f"(has(self.{part}) && self.{part} == 'Int8')" for part in _PARTS),
+            message="needs a part of type Int8: set one, or remove it",
+            at=".activationScales",
+        ),
+    )
 
     @property
     def text(self) -> str:
         """The value of the worker's --weights; `auto` if no part is rounded."""
-        parts = self.to_dict().items()
-        rounded = [f"{part}={kind.lower()}" for part, kind in parts if kind != WeightType.AUTO]
+        types = {part: getattr(self, part) for part in _PARTS}
+        rounded = [f"{part}={kind.lower()}" for part, kind in types.items() if kind != "Auto"]
         return ",".join(rounded) or "auto"
 
 

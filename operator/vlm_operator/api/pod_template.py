@@ -31,6 +31,7 @@ OWNED_LABEL_DOMAINS = ("triptych.dev/", "app.kubernetes.io/")
 IDENTITY_PATH = "/var/run/triptych/identity"
 OWNED_MOUNTS = (
     "/models", "/tmp", "/etc/triptych", "/var/run/triptych", "/embeddings",  # noqa: S108
+    "/activation-scales",
 )  # fmt: skip
 OWNED_VOLUME_PREFIX = "triptych-"
 LIST_KEYS: Mapping[str, str] = {

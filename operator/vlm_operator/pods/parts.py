@@ -27,6 +27,7 @@ CHECKPOINT = "checkpoint"
 """Directory of the model in a claim of `model.cache`; volumes have directories of their own."""
 CACHE_PATH = "/models/cache"
 DISK_PATH = "/embeddings"
+SCALES_PATH, SCALES_FILE = "/activation-scales", "scales.json"
 DISK_PERCENT = 90  # of the emptyDir, for the files
 GRACE_SECONDS = 30  # added to the drain timeout, for the process to exit
 START_SECONDS = 1800  # model.startTimeoutSeconds if unset
@@ -225,6 +226,36 @@ def disk_mount(cache: EncoderCache | None) -> DiskMount:
         mounts=({"name": name, "mountPath": DISK_PATH},),
         volumes=({"name": name, "emptyDir": {"sizeLimit": disk.size}},),
         requests={"ephemeral-storage": disk.size},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalesMount:
+    """The parts of a pod with scales of activations; empty without any."""
+
+    args: tuple[str, ...] = ()
+    mounts: tuple[Part, ...] = ()
+    volumes: tuple[Part, ...] = ()
+
+
+def scales_mount(model: ModelSource) -> ScalesMount:
+    """Mount the key of a ConfigMap with the scales of int8 layers' inputs.
+
+    The pod reads the file at start only. Its hash is an argument: a ConfigMap that changes without
+    the service gives no pod other scales.
+    """
+    if model.weights is None or model.weights.activation_scales is None:
+        return ScalesMount()
+    scales, name = model.weights.activation_scales, "triptych-activation-scales"
+    key = scales.config_map_key_ref
+    items = [{"key": key.key, "path": SCALES_FILE}]
+    return ScalesMount(
+        args=(
+            f"--activation-scales={SCALES_PATH}/{SCALES_FILE}",
+            f"--activation-scales-hash={scales.sha256}",
+        ),
+        mounts=({"name": name, "mountPath": SCALES_PATH, "readOnly": True},),
+        volumes=({"name": name, "configMap": {"name": key.name, "items": items}},),
     )
 
 

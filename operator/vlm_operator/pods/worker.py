@@ -28,6 +28,7 @@ from vlm_operator.pods.parts import (
     model_mount,
     pod_spec,
     probes,
+    scales_mount,
     selector,
     with_pull_policy,
 )
@@ -37,7 +38,7 @@ from vlm_operator.state import NodeClassState, Revision
 def worker_template(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> Part:
     role = revision.role
     model, identity = model_mount(service), identity_mount(service, revision)
-    disk = disk_mount(pool.encoder_cache)
+    disk, scales = disk_mount(pool.encoder_cache), scales_mount(service.spec.model)
     container = {
         "name": "worker",
         "image": pool.image,
@@ -60,6 +61,7 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
             model.mount,
             *identity.mounts,
             *disk.mounts,
+            *scales.mounts,
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -78,6 +80,7 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
             model.volume,
             *identity.volumes,
             *disk.volumes,
+            *scales.volumes,
         ],
     }
     template = {"metadata": {"labels": labels(service, revision)}, "spec": spec}
@@ -112,6 +115,7 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
         found.append(f"--max-model-len={model.max_model_len}")
     if model.weights is not None and model.weights.text != "auto":
         found.append(f"--weights={model.weights.text}")
+    found += scales_mount(model).args
     return found
 
 

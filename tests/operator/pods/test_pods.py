@@ -162,6 +162,26 @@ def test_the_disk_keeps_the_ephemeral_storage_that_the_user_sets(key: str):
     assert "10Gi" not in container["resources"].get("requests", {}).values()
 
 
+def test_scales_of_activations_are_one_key_of_a_configmap_with_its_hash():
+    sha256 = "0123456789abcdef" * 4
+    scales = {"configMapKeyRef": {"name": "scales", "key": "a.json"}, "sha256": sha256}
+    manifest = body()
+    manifest["spec"]["model"]["weights"] = {"encoder": "Int8", "activationScales": scales}
+    found = templates(manifest)
+    assert "activation-scales" not in str(found.pop("gateway"))
+    for template in found.values():
+        spec, name = template["spec"], "triptych-activation-scales"
+        (container,) = spec["containers"]
+        assert f"--activation-scales-hash={sha256}" in container["args"]
+        mount = next(one for one in container["volumeMounts"] if one["name"] == name)
+        volume = next(one for one in spec["volumes"] if one["name"] == name)
+        assert mount == {"name": name, "mountPath": "/activation-scales", "readOnly": True}
+        (item,) = volume["configMap"]["items"]
+        assert (volume["configMap"]["name"], item["key"]) == ("scales", "a.json")
+        assert f"--activation-scales={mount['mountPath']}/{item['path']}" in container["args"]
+        assert "--weights=encoder=int8" in container["args"]
+
+
 @pytest.mark.parametrize("cache", [{}, {"encoderCache": {}}])
 def test_without_a_disk_no_pod_has_one(cache: dict[str, Any]):
     assert templates(body(decode=pool() | cache)) == templates(body(decode=pool()))

@@ -267,6 +267,7 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "VisualTier": lambda spec: (
         {**spec, "keepPercent": 25} if spec.get("method") == "Pool" else spec
     ),
+    "Weights": lambda spec: {**spec, **({"head": "Int8"} if spec.get("activationScales") else {})},
 }
 
 

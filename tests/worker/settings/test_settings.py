@@ -18,6 +18,17 @@ from vlm_worker.settings import (
     WorkerSettings,
     parse,
 )
+from vlm_worker.settings.kinds import (
+    ADDRESSES,
+    DELAY_BY_STAGE,
+    DELAYS,
+    IMAGES,
+    MAX_IMAGES,
+    SCALED_TIMERS,
+    SHA256,
+    STAGE_LIST,
+    WEIGHTS,
+)
 from vlm_worker.settings.options import (
     FLAG,
     MAX_PORT,
@@ -32,16 +43,6 @@ from vlm_worker.settings.options import (
     to_argv,
 )
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.settings.values import (
-    ADDRESSES,
-    DELAY_BY_STAGE,
-    DELAYS,
-    IMAGES,
-    MAX_IMAGES,
-    SCALED_TIMERS,
-    STAGE_LIST,
-    WEIGHTS,
-)
 from vlm_worker.types import Role, Stage
 from vlm_worker.weights import PARTS, TYPES, canonical, rounded_types
 
@@ -216,6 +217,7 @@ def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
         ),
         IMAGES: st.integers(0, MAX_IMAGES),
         WEIGHTS: TYPES_BY_PART.map(canonical),
+        SHA256: st.text("0123456789abcdef", min_size=64, max_size=64),
     }
     return known.get(kind, st.integers(1 << 28, 1 << 40))
 
@@ -246,6 +248,9 @@ def test_a_worker_reads_its_settings_from_the_flags_that_write_them(want: Worker
         compute = dataclasses.replace(want.compute, kv_memory_percent=percent)
         changes = {"stages": frozenset(Stage), "compute": compute, "max_requests": num_lent}
         want = dataclasses.replace(want, **changes)
+    if want.compute.activation_scales_hash:
+        compute = dataclasses.replace(want.compute, activation_scales=Path("/scales.json"))
+        want = dataclasses.replace(want, compute=compute)
     assert parse([want.role.value, *to_argv(want)], {}) == want
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +69,10 @@ class ConfigFields:
         """Whether the field is present and not null."""
         return self._values.get(name) is not None
 
+    def __iter__(self) -> Iterator[str]:
+        """The names of the fields."""
+        return iter(self._values)
+
     def text(self, name: str, default: str | None = None) -> str:
         """A string; required if there is no default."""
         value = self._values.get(name, default)
@@ -93,8 +97,8 @@ class ConfigFields:
             )
         return tuple(counts)
 
-    def number(self, name: str, default: float) -> float:
-        """A positive number."""
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; required if there is no default."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.error(name, f"must be a positive number, not {value!r}")

@@ -81,6 +81,8 @@ def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress
         device=settings.device,
         packed_weights=settings.packed_weights,
         weights=settings.weights,
+        activation_scales=settings.activation_scales,
+        activation_scales_hash=settings.activation_scales_hash,
         progress=progress,
     )
     is_compiled = settings.compile and gpu.serves(loaded.device)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import mmap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import nn
 from vlm_kernels import PackedWeights, packed_linear
 from vlm_kernels.layer_weights import Linear
 from vlm_kernels.packed_linear import Activation, activate, has_kernel
-from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
+from vlm_kernels.packed_weights import BY_ROW, InputScale, mix_biases, pack, pack_gated
 from vlm_worker.model.memory import DONTNEED, advise
 
 PACKED_ROWS = 256
@@ -77,12 +78,15 @@ class Packing:
 class PackedLinear(nn.Module):
     """`nn.Linear` in bfloat16 on a CPU with packed weights; equal to it up to rounding."""
 
-    def __init__(self, linear: nn.Linear, *, int8: bool = False) -> None:
+    def __init__(
+        self, linear: nn.Linear, *, int8: bool = False, inputs: InputScale = BY_ROW
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = _own_bias(linear.bias)
         weight = linear.weight.detach()
-        self.packed = pack(weight, int8=int8) if int8 or has_kernel() else None
+        packs = int8 or has_kernel()
+        self.packed = _calibrated(pack(weight, int8=int8), inputs) if packs else None
         self._reordered = (
             None
             if self.packed is not None
@@ -122,10 +126,11 @@ class JointLinear(nn.Module):
         self.packed: PackedWeights | None = None
         self.bias: nn.Parameter | None = None
 
-    def pack(self, *, int8: bool) -> None:
+    def pack(self, *, int8: bool, inputs: InputScale = BY_ROW) -> None:
         """Copy the weights of the parts into one packed matrix, and drop the parts."""
         weight, bias = concatenated(list(self.parts))
-        self.packed, self.bias = pack(weight, int8=int8), _own_bias(bias)
+        self.packed = _calibrated(pack(weight, int8=int8), inputs)
+        self.bias = _own_bias(bias)
         self.parts = nn.ModuleList()
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -147,10 +152,11 @@ class GatedLinear(nn.Module):
         self.packed: PackedWeights | None = None
         self.bias: nn.Parameter | None = None
 
-    def pack(self, *, int8: bool) -> None:
+    def pack(self, *, int8: bool, inputs: InputScale = BY_ROW) -> None:
         """Copy the weights of both parts into one packed matrix, and drop the parts."""
         linears: list[Any] = list(self.parts)
-        self.packed = pack_gated(*(linear.weight.detach() for linear in linears), int8=int8)
+        weights = (linear.weight.detach() for linear in linears)
+        self.packed = _calibrated(pack_gated(*weights, int8=int8), inputs)
         if all(linear.bias is not None for linear in linears):
             self.bias = _own_bias(mix_biases(*(linear.bias.detach() for linear in linears)))
         self.parts = nn.ModuleList()
@@ -211,11 +217,13 @@ def pack_linears(
     model: nn.Module,
     *,
     int8: Collection[nn.Module] = (),
+    inputs: Mapping[nn.Module, InputScale] = MappingProxyType({}),
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Packing:
     """Replace the linear layers of a bfloat16 model on a CPU by packed ones, and unmap its files.
 
-    The linear layers of the parts `int8` are rounded to int8. Layers are replaced one by one, after
+    The linear layers of the parts `int8` are rounded to int8; `inputs` has the scales of those that
+    are calibrated. Layers are replaced one by one, after
     the embedding tables, which are often the largest. The pages of a weight are dropped before the
     next is read, so weights are never in memory twice. If this CPU does not multiply bfloat16, only
     the layers in int8 are packed. `progress` is called with the bytes of the weights that were
@@ -235,7 +243,7 @@ def pack_linears(
         is_int8 = id(joint) in rounded
         if is_int8 or has_kernel():
             weights: list[Any] = [part.weight for part in joint.parts]
-            joint.pack(int8=is_int8)
+            joint.pack(int8=is_int8, inputs=inputs.get(joint, BY_ROW))
             for weight in weights:
                 _drop_pages(weight)
                 num_bytes = weight.numel() if is_int8 else weight.nbytes
@@ -252,7 +260,8 @@ def pack_linears(
             is_int8 = id(child) in rounded
             if not is_int8 and not packs_bfloat16:
                 continue
-            setattr(parent, name, PackedLinear(child, int8=is_int8))
+            packed = PackedLinear(child, int8=is_int8, inputs=inputs.get(child, BY_ROW))
+            setattr(parent, name, packed)
             if not is_shared:
                 _drop_pages(child.weight)
             num_bytes = child.weight.numel() if is_int8 else child.weight.nbytes
@@ -266,6 +275,10 @@ def pack_linears(
         buffer.data = buffer.detach().clone()
     _libc.malloc_trim(0)
     return packing
+
+
+def _calibrated(weights: PackedWeights, inputs: InputScale) -> PackedWeights:
+    return weights.calibrated(inputs) if inputs.is_known else weights
 
 
 def _own_bias(bias: torch.Tensor | None) -> nn.Parameter | None:

@@ -30,6 +30,7 @@ from torch import nn
 
 from vlm_kernels import gpu
 from vlm_kernels.cpu import native
+from vlm_worker.core.activation_scales import ScaleFile, processor_hash, read_scales
 from vlm_worker.core.families import Family, FamilySpec
 from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
@@ -60,6 +61,7 @@ class LoadedModel:
     Attributes:
         stages: the loaded stages.
         weights_bytes: bytes of the weights; shared weights count once, copies do not count.
+        activation_scales: sha256 of the scales of int8 layers' inputs; empty without a file.
         import_seconds: time to import the modelling module.
         load_seconds: time to read, move and pack the weights.
     """
@@ -73,6 +75,7 @@ class LoadedModel:
     packing: Packing
     import_seconds: float
     load_seconds: float
+    activation_scales: str = ""
 
     @property
     def family(self) -> Family:
@@ -106,6 +109,8 @@ def load_model(
     device: str = "auto",
     packed_weights: bool = True,
     weights: str = "auto",
+    activation_scales: Path | None = None,
+    activation_scales_hash: str = "",
     progress: StartProgress = no_progress,
 ) -> LoadedModel:
     """Load the parts of a model that `stages` need.
@@ -118,6 +123,8 @@ def load_model(
         packed_weights: pack linear layers if device and dtype benefit (`linear`).
         weights: `int8`, and on a GPU `int4`, rounds the linear layers in `FamilySpec.int8`; or
             types by part (`vlm_worker.weights`).
+        activation_scales: file of `vlm-worker calibrate` for the inputs of int8 layers.
+        activation_scales_hash: that the file must have; empty for any.
         progress: called for each tensor or layer.
 
     Raises:
@@ -127,6 +134,7 @@ def load_model(
     checkpoint = open_checkpoint(model_dir)
     target = _choose_device(device)
     chosen = _choose_dtype(checkpoint, dtype, target)
+    scales = _scales_of(checkpoint, activation_scales, activation_scales_hash)
     began = time.perf_counter()
     loaded_stages, spec = frozenset(stages), checkpoint.family.spec
     with skip_unused_imports():
@@ -144,7 +152,9 @@ def load_model(
         use_gpu_kernels(model)
     weights_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
     report = functools.partial(progress, "packing weights")
-    packing = pack(model, spec, report, packed_weights=packed_weights, weights=weights)
+    packing = pack(
+        model, spec, report, packed_weights=packed_weights, weights=weights, scales=scales
+    )
     join_vision_blocks(model)
     loaded = LoadedModel(
         model=model,
@@ -156,9 +166,20 @@ def load_model(
         packing=packing,
         import_seconds=imported - began,
         load_seconds=time.perf_counter() - imported,
+        activation_scales="" if scales is None else scales.scales.sha256,
     )
     _log(loaded)
     return loaded
+
+
+def _scales_of(checkpoint: Checkpoint, path: Path | None, sha256: str) -> ScaleFile | None:
+    """The scales of a file; None without one. Raises ModelConfigError if they do not fit."""
+    if path is None:
+        return None
+    found = read_scales(path, sha256=sha256)
+    processor = processor_hash(checkpoint.family.processor)
+    found.check_model(model=checkpoint.revision(), processor=processor)
+    return found
 
 
 def _choose_device(device: str) -> torch.device:
@@ -295,6 +316,7 @@ def _log(loaded: LoadedModel) -> None:
             "packed_layers": loaded.packing.num_layers,
             "packed_bytes": loaded.packing.num_bytes,
             "int8_layers": loaded.packing.num_int8_layers,
+            "activation_scales": loaded.activation_scales[:12] or "none",
             "copied_bytes": loaded.packing.copied_bytes,
             "import_seconds": round(loaded.import_seconds, 3),
             "load_seconds": round(loaded.load_seconds, 3),

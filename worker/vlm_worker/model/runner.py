@@ -70,6 +70,7 @@ class ModelRunner:
         self._loaded, self._model = loaded, loaded.model
         self.device, self.family = loaded.device, loaded.family
         self.weights_bytes = loaded.weights_bytes
+        self.activation_scales = loaded.activation_scales
         self.kv_layout, self.num_blocks = kv_layout, num_blocks
         self.embed_layout = EmbedLayout(
             revision, self.family.hidden_size, 0, dtype_name(loaded.dtype)

@@ -69,7 +69,8 @@ class Loaded:
     If `device` is not `cpu`, its memory is not host memory. `native_library` is the file of the
     C++ kernels, if it exists, and `native_kernels` its variant. `available_bytes` is the remaining
     host memory, and `limit_bytes` the container's limit, if known. `work_bytes` is the temporary
-    memory of a step and an encoder call. `content_revision` hashes the files of the model.
+    memory of a step and an encoder call. `content_revision` hashes the files of the model,
+    and `activation_scales` the scales of int8 layers' inputs, if they are from a file.
     """
 
     runner: Runner
@@ -85,6 +86,7 @@ class Loaded:
     limit_bytes: int | None = None
     work_bytes: int = 0
     content_revision: Callable[[], str] = lambda: ""
+    activation_scales: str = ""
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -145,7 +147,14 @@ def _load_model(
         family.positions,
         eos_token_ids(model_dir),
         family.max_position_embeddings,
-        _facts(settings, runner, family, weights_bytes=runner.weights_bytes),
+        _facts(
+            settings,
+            runner,
+            family,
+            weights_bytes=runner.weights_bytes,
+            activation_scales=runner.activation_scales,
+        ),
+        activation_scales=runner.activation_scales,
         device=runner.device.type,
         native_library=native.path(),
         native_kernels=native.variant_name(),
@@ -157,15 +166,21 @@ def _load_model(
 
 
 def _facts(
-    settings: WorkerSettings, runner: Runner, family: Family, *, weights_bytes: int
+    settings: WorkerSettings,
+    runner: Runner,
+    family: Family,
+    *,
+    weights_bytes: int,
+    activation_scales: str = "",
 ) -> ModelFacts:
     embed, kv, weights = runner.embed_layout, runner.kv_layout, settings.compute.weights
+    scaled = f";activations={activation_scales[:12]}" if activation_scales else ""
     return ModelFacts(
         kv_bytes_per_token=kv.token_bytes if kv else 0,
         embedding_bytes_per_token=embed.row_bytes,
         image_tokens_per_megapixel=family.processor.tokens_per_megapixel,
         weights_bytes=weights_bytes,
-        weights=embed.dtype if weights == "auto" else weights,
+        weights=(embed.dtype if weights == "auto" else weights) + scaled,
     )
 
 

@@ -194,6 +194,7 @@ def open_embedding_files(settings: WorkerSettings, loaded: Loaded) -> EmbeddingF
         "content": loaded.content_revision(),
         "triptych": _version(),
         "weights": settings.compute.weights,
+        **({"activations": loaded.activation_scales} if loaded.activation_scales else {}),
         "device": loaded.device,
     }
     source = " ".join(f"{name}={value}" for name, value in parts.items())

@@ -4,6 +4,7 @@
     vlm-worker gateway                 ->  GatewaySettings
     vlm-worker serve MODEL             ->  ServeSettings
     vlm-worker fetch                   ->  FetchSettings
+    vlm-worker calibrate MODEL IMAGES  ->  CalibrateSettings
 
 An error names the flag and the fix, and ends the process with code 2.
 """
@@ -17,19 +18,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vlm_worker.settings.options import MAX_PORT, add_options, read
+from vlm_worker.settings.source import HF_PREFIX, CalibrateSettings, FetchSettings, ModelSource
 from vlm_worker.settings.values import (
     CHOSEN_BY_SERVE,
-    HF_PREFIX,
     MAX_LENT_KV_PERCENT,
     SERVE_DRAIN_SECONDS,
     AdmissionPolicy,
     AdmissionSettings,
     ComputeSettings,
     EncoderCacheSettings,
-    FetchSettings,
     GatewaySettings,
     Identity,
-    ModelSource,
     ProcessSettings,
     QueueSettings,
     ServeSettings,
@@ -41,6 +40,7 @@ from vlm_worker.types import WORKER_ROLES, Role, Stage
 __all__ = [
     "AdmissionPolicy",
     "AdmissionSettings",
+    "CalibrateSettings",
     "ComputeSettings",
     "EncoderCacheSettings",
     "FetchSettings",
@@ -79,6 +79,15 @@ def command_line() -> argparse.ArgumentParser:
     )
     add_options(fetch, FetchSettings, without={"--model-cache"})
     fetch.set_defaults(parser=fetch)
+    calibrate = commands.add_parser(
+        "calibrate", help="measure scales for layers in int8, from images", allow_abbrev=False
+    )
+    calibrate.add_argument("model", metavar="MODEL", help="a directory, or hf://org/name")
+    calibrate.add_argument(
+        "images", metavar="IMAGES", nargs="+", type=Path, help="files, and folders of them"
+    )
+    add_options(calibrate, CalibrateSettings, without={"--model"})
+    calibrate.set_defaults(parser=calibrate)
     return parser
 
 
@@ -90,6 +99,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     _check_model(model, fail, command=args.command)
     if args.command == "fetch":
         return read(FetchSettings, args, pod_uid=environ.get("POD_UID", ""))
+    if args.command == "calibrate":
+        return read(CalibrateSettings, args, model=model, images=tuple(args.images))
     common: dict[str, Any] = {
         "model": model,
         "served_name": args.served_name or _name_of(args.model),
@@ -108,6 +119,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     if worker.stages and own not in worker.stages:
         fail(f"--stages: must name {args.command} itself, it is this role's own stage")
     worker = dataclasses.replace(worker, stages=worker.stages or frozenset({own}))
+    _check_scales(worker.compute, fail)
     return _lending(worker, fail) if worker.max_lent_requests else worker
 
 
@@ -148,7 +160,13 @@ def _serve(args: argparse.Namespace, common: Mapping[str, Any]) -> ServeSettings
         http_port=alone.port,
         admin_port=alone.admin_port,
     )
+    _check_scales(worker.compute, args.parser.error)
     return dataclasses.replace(alone, worker=worker, gateway=gateway)
+
+
+def _check_scales(compute: ComputeSettings, fail: Callable[[str], NoReturn]) -> None:
+    if compute.activation_scales_hash and compute.activation_scales is None:
+        fail("--activation-scales-hash: give the file, too, with --activation-scales=FILE")
 
 
 def _check_workers(gateway: GatewaySettings, fail: Callable[[str], NoReturn]) -> None:
@@ -173,7 +191,7 @@ def _check_model(source: ModelSource, fail: Callable[[str], NoReturn], *, comman
         return
     if repository.count("/") != 1 or not all(repository.split("/")):
         fail(f"--model: {source.uri!r} must read hf://org/name")
-    if not source.revision and command != "serve":
+    if not source.revision and command not in {"serve", "calibrate"}:
         fail("--model-revision: give the commit of the hf:// model, so that all pods run the same")
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from vlm_worker.settings.kinds import (
+    ADDRESSES,
+    DELAY_BY_STAGE,
+    IMAGES,
+    MAX_IMAGES,
+    SCALED_TIMERS,
+    SHA256,
+    STAGE_LIST,
+    WEIGHTS,
+)
 from vlm_worker.settings.options import (
     FLAG,
-    MAX_PORT,
     PATH,
     PERCENT,
     PORT,
@@ -19,81 +27,26 @@ from vlm_worker.settings.options import (
     SECONDS,
     SHARE,
     TEXT,
-    Kind,
     at_least,
     group,
-    number,
     one_of,
     option,
 )
+from vlm_worker.settings.source import CalibrateSettings, FetchSettings, ModelSource
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.types import STAGES, Role, Stage
-from vlm_worker.weights import canonical
+from vlm_worker.types import Role, Stage
 
-HF_PREFIX: Final = "hf://"
-S3_PREFIX: Final = "s3://"
-MAX_IMAGES: Final = 64
-"""Maximum images of a request: as many as a worker accepts in one call."""
 MAX_LENT_KV_PERCENT: Final = 30
 """Maximum share for the KV of an encoder that lends: images keep the rest (decision 0038)."""
 MIN_MEMORY_BYTES: Final = 128 << 20
 """Minimum memory of a gateway: two bodies of the largest size, of two tenants, each with a copy."""
 SHARED_MEMORY_DIR: Final = Path("/dev/shm")  # noqa: S108  files in it have random names
-DELAYS: Final = (*STAGES, "kv_transfer")
 SERVE_DRAIN_SECONDS: Final = 5.0
 CHOSEN_BY_SERVE: Final = frozenset({
     "--model", "--bind", "--grpc-port", "--data-port", "--announced-data-port", "--http-port",
     "--stages", "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
     "--patience-seconds", "--identity-dir", "--max-lent-requests",
 })  # fmt: skip
-
-
-def _stages(text: str) -> frozenset[Stage]:
-    try:
-        return frozenset(Stage(part) for part in text.split(","))
-    except ValueError:
-        known = ",".join(stage.value for stage in Stage)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a comma-separated choice of {known}"
-        ) from None
-
-
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} must read HOST:PORT")
-    return text
-
-
-def _delay(text: str) -> tuple[str, float]:
-    stage, _, milliseconds = text.partition("=")
-    if stage not in DELAYS or not milliseconds.isdecimal() or int(milliseconds) > 60_000:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must read STAGE=MS with MS up to 60000 and STAGE one of {', '.join(DELAYS)}"
-        )
-    return stage, int(milliseconds) / 1000
-
-
-_SCALE: Final = number(float, 0.01, 1.0, "a factor from 0.01 to 1")
-
-
-def _weights(text: str) -> str:
-    try:
-        return canonical(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-SCALED_TIMERS: Final = Kind(
-    lambda text: PRODUCTION.scaled(_SCALE.read(text)), lambda timers: repr(timers.scale)
-)
-STAGE_LIST: Final = Kind(_stages, lambda stages: ",".join(sorted(stage.value for stage in stages)))
-IMAGES: Final = number(int, 0, MAX_IMAGES, f"a whole number, 0 to {MAX_IMAGES}")
-ADDRESSES: Final = Kind(_address, collect=tuple)
-WEIGHTS: Final = Kind(_weights)
-DELAY_BY_STAGE: Final = Kind(
-    _delay, lambda item: f"{item[0]}={round(1000 * item[1])}", collect=dict
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,45 +70,6 @@ class Identity:
     def holds_gpus(self) -> bool:
         """Whether the container was given GPUs."""
         return self.granted_gpus not in ("", "none", "void")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelSource:
-    """The location of the model.
-
-    `revision` of a directory is the publisher's name for it. Without `cache`, downloads go to
-    huggingface_hub's own directory.
-    """
-
-    uri: str = option(
-        "--model", TEXT, REQUIRED, "a directory, or hf://org/name; for fetch also s3://bucket/path"
-    )
-    revision: str = option("--model-revision", TEXT, "", "commit of an hf:// model")
-    cache: Path | None = option("--model-cache", PATH, None, "where hf:// models are downloaded to")
-
-    @property
-    def repository(self) -> str | None:
-        """`org/name` of an `hf://` source; None for a directory."""
-        return self.uri.removeprefix(HF_PREFIX) if self.uri.startswith(HF_PREFIX) else None
-
-    @property
-    def folder(self) -> tuple[str, str] | None:
-        """Bucket and prefix, without slashes at its ends, of an `s3://` source; else None."""
-        if not self.uri.startswith(S3_PREFIX):
-            return None
-        bucket, _, prefix = self.uri.removeprefix(S3_PREFIX).partition("/")
-        return bucket, prefix.strip("/")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FetchSettings:
-    """A download of an `hf://` or `s3://` model into a directory that other processes then read."""
-
-    model: ModelSource = group(ModelSource)
-    into: Path = option("--into", PATH, REQUIRED, "directory of this model and revision alone")
-    bind: str = option("--bind", TEXT, "127.0.0.1", "listen address of the progress")
-    http_port: int | None = option("--http-port", PORT, None, "port of GET /progress")
-    pod_uid: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,6 +220,9 @@ class ComputeSettings:
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
             `FamilySpec.int8`; or types by part (`vlm_worker.weights`).
+        activation_scales: file with the scales of the inputs of int8 layers, on a CPU; None takes
+            them from each row.
+        activation_scales_hash: that the file must have; empty for any.
         compile: on a GPU, compile at start the layers that torch computes.
         kv_memory_bytes: size of the KV cache. With neither size, the runner chooses.
         kv_memory_percent: its size as a share of the memory left after loading.
@@ -332,6 +249,16 @@ class ComputeSettings:
         "layers rounded: faster, less exact; int8 on a CPU also what they multiply, int4 on a GPU "
         "alone",
         metavar="TYPES",
+    )
+    activation_scales: Path | None = option(
+        "--activation-scales",
+        PATH,
+        None,
+        "file of vlm-worker calibrate: scales of what int8 layers multiply, on a CPU",
+        metavar="FILE",
+    )
+    activation_scales_hash: str = option(
+        "--activation-scales-hash", SHA256, "", "that its field sha256 must have", metavar="HEX"
     )
     compile: bool = option(
         "--compile",
@@ -495,4 +422,4 @@ class ServeSettings:
     )
 
 
-Settings = WorkerSettings | GatewaySettings | ServeSettings | FetchSettings
+Settings = WorkerSettings | GatewaySettings | ServeSettings | FetchSettings | CalibrateSettings
