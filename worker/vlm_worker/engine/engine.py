@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from vlm_worker.engine.attempts import BlockLoan
+from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.embedding_reads import READ_SECONDS
 from vlm_worker.engine.events import (
@@ -83,11 +84,10 @@ class Engine:
 
     All public methods are called on the loop given to `start`, except `stats` and the reads of
     blocks. `positions` is `Family.positions`. `files` is the disk tier of the encoder cache; the
-    engine starts and closes it. A coroutine raises GoneError if its key has no such request,
-    reservation or embedding here.
+    engine starts and closes it. Without `constraints` no request may have a grammar. A coroutine
+    raises GoneError if its key has no such request, reservation or embedding here.
 
-    Raises:
-        ValueError: the settings cannot work with this runner, with the numbers.
+    Raises ValueError, with the numbers, if the settings cannot work with this runner.
     """
 
     def __init__(
@@ -98,14 +98,15 @@ class Engine:
         positions: Positions,
         clock: Callable[[], float] = time.monotonic,
         files: EmbeddingFiles | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self._runner, self._settings, self._clock, self._files = runner, settings, clock, files
-        parts: dict[str, Any] = {"positions": positions, "clock": clock, "files": files}
-        self._state = State(runner, settings=settings, send=self._send, **parts)
+        more: dict[str, Any] = {"clock": clock, "files": files, "constraints": constraints}
+        self._state = State(runner, settings=settings, positions=positions, send=self._send, **more)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._copies: collections.deque[Command] = collections.deque()
         self._state.encode_requests.queue.on_ended = self._wake
-        self.readable_blocks = self._state.sequences.readable_blocks
+        self.readable_blocks, self.constraints = self._state.sequences.readable_blocks, constraints
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._notifier = LoopNotifier()
         self._stopped: asyncio.Future[None] | None = None

@@ -17,6 +17,7 @@ from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
 from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import EngineContext, Track
+from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, OutputEvent
@@ -58,8 +59,11 @@ class State:
         clock: Callable[[], float],
         send: Callable[[Iterator[OutputEvent]], None] | None = None,
         files: EmbeddingFiles | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        self.context = EngineContext(runner, settings, clock, EventBuffer(send))
+        self.context = EngineContext(
+            runner, settings, clock, EventBuffer(send), constraints=constraints
+        )
         self.events, self.attempts = self.context.events, self.context.attempts
         self.encode_requests = EncodeRequests(self.context, files)
         self.prompt_embeddings = PromptEmbeddings(self.context, self.encode_requests)

@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from vlm_worker.core.families import Family, load_family
+from vlm_worker.core.grammars import Vocabulary
 from vlm_worker.core.model_files import ConfigFields, read_json
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
@@ -70,6 +73,7 @@ class Loaded:
     C++ kernels, if it exists, and `native_kernels` its variant. `available_bytes` is the remaining
     host memory, and `limit_bytes` the container's limit, if known. `work_bytes` is the temporary
     memory of a step and an encoder call. `content_revision` hashes the files of the model.
+    `vocabulary` is what grammars read; None if answers cannot be constrained.
     """
 
     runner: Runner
@@ -85,6 +89,7 @@ class Loaded:
     limit_bytes: int | None = None
     work_bytes: int = 0
     content_revision: Callable[[], str] = lambda: ""
+    vocabulary: Vocabulary | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -153,6 +158,11 @@ def _load_model(
         limit_bytes=memory_limit_bytes(),
         work_bytes=runner.work_bytes(sizes),
         content_revision=open_checkpoint(model_dir).revision,
+        vocabulary=load_vocabulary(
+            model_dir, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids(model_dir)
+        )
+        if runner.kv_layout is not None
+        else None,
     )
 
 
@@ -167,6 +177,18 @@ def _facts(
         weights_bytes=weights_bytes,
         weights=embed.dtype if weights == "auto" else weights,
     )
+
+
+def load_vocabulary(
+    model_dir: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> Vocabulary | None:
+    """What grammars read of a model; None, and a log line, if it lacks what they need."""
+    path = model_dir / "tokenizer.json"
+    if not path.exists() or not eos_token_ids:
+        logger.info("answers cannot be constrained: no tokenizer.json, or no token that ends them")
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    return Vocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
