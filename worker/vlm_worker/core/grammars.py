@@ -13,33 +13,15 @@ answer, unless the grammar names them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
+from vlm_worker.core.grammar_limits import parser_limits
 from vlm_worker.core.token_texts import TokenTexts
-
-INITIAL_FUEL: Final = 1_000_000
-STEP_FUEL: Final = 50_000
-"""About 4 ms of one core for one mask; those of usual schemas need a tenth of a millisecond."""
-
-
-def parser_limits() -> LLParserLimits:
-    """Bounds on time and memory of one grammar; gateways check grammars with the same ones.
-
-    A lexer state has about 2 kB.
-    """
-    return LLParserLimits(
-        initial_lexer_fuel=INITIAL_FUEL,
-        step_lexer_fuel=STEP_FUEL,
-        step_max_items=20_000,
-        max_lexer_states=20_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
 
 
 class GrammarError(Exception):
@@ -61,7 +43,7 @@ class Vocabulary:
         ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         if not ids:
             raise GrammarError("the model has no token that ends an answer")
-        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(ids)
         self.num_words = -(-vocab_size // 32)
         self._limits = parser_limits()
         source = _TokenSource(tokenizer, vocab_size, ids)
@@ -81,25 +63,27 @@ class Vocabulary:
         native = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if native.is_error():
             raise GrammarError(native.get_error())
-        return Matcher(native)
+        return Matcher(native, self.eos_token_ids)
 
 
 class Matcher:
     """The grammar of one sequence. One thread at a time uses it.
 
     Attributes:
+        eos_token_ids: the tokens that end an answer.
         num_consumed: tokens of the answer that it has consumed.
         error: why it allows no token any more; None while it may.
     """
 
-    def __init__(self, native: LLMatcher) -> None:
+    def __init__(self, native: LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
         self._native = native
+        self.eos_token_ids = eos_token_ids
         self.num_consumed = 0
         self.error: str | None = None
 
     def copy(self) -> Matcher:
         """A matcher of the same state, for another sequence."""
-        copied = Matcher(self._native.deep_copy())
+        copied = Matcher(self._native.deep_copy(), self.eos_token_ids)
         copied.num_consumed, copied.error = self.num_consumed, self.error
         return copied
 

@@ -274,8 +274,10 @@ def max_total_tokens(sequence: Sequence, *, max_model_len: int) -> int:
 
 
 def stop_ids(sequence: Sequence, *, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end the answer with STOP."""
+    """Tokens that end the answer with STOP; one with a grammar ends by those of its vocabulary."""
     sampling = sequence.request.sampling
+    if sequence.matcher is not None:
+        return sampling.stop_token_ids + sequence.matcher.eos_token_ids
     return sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
 
 

@@ -171,6 +171,7 @@ async def running(
         finally:
             await tasks.close()
             await context.registry.close()
+            await asyncio.to_thread(context.preparer.grammar_checks.close)
             if context.tracer is not None:
                 await asyncio.to_thread(context.tracer.close)
 

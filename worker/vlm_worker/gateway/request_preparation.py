@@ -27,6 +27,7 @@ from vlm_worker.gateway.api.requests import (
 )
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
+from vlm_worker.gateway.grammar_checks import GrammarChecks
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
@@ -57,6 +58,7 @@ class Preparer:
     any_priority: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
+    grammar_checks: GrammarChecks = dataclasses.field(default_factory=GrammarChecks)
 
     async def read(
         self,
@@ -79,6 +81,8 @@ class Preparer:
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
             chat, images = await self.turns.run(self._read_chat(body, config, held, tenant))
+            if chat.options.sampling.grammar is not None:
+                await self.grammar_checks.check(chat.options.sampling.grammar)
             return await self.chat(chat, images, config, **ids), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
@@ -324,5 +328,6 @@ def _sampling(
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         logit_bias=options.logit_bias,
         num_logprobs=options.num_logprobs,
+        grammar=b"" if options.grammar is None else options.grammar.text.encode(),
         **chosen,
     )

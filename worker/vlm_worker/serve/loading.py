@@ -102,18 +102,20 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
     family = load_family(model_dir)
     progress("loading weights")
     if settings.runner == "checksum":
-        return _load_checksum(settings, family)
+        return _load_checksum(settings, family, model_dir)
     return _load_model(settings, family, model_dir, progress)
 
 
-def _load_checksum(settings: WorkerSettings, family: Family) -> Loaded:
+def _load_checksum(settings: WorkerSettings, family: Family, model_dir: Path) -> Loaded:
     from vlm_worker.testing import ChecksumRunner, plain_positions
 
     logger.warning("the runner is arithmetic, for tests: there is no model")
     has_kv = settings.stages != {Stage.ENCODER}
     runner = ChecksumRunner(CHECKSUM_BLOCKS, block_size=settings.block_size, has_kv=has_kv)
     facts = _facts(settings, runner, family, weights_bytes=0)
-    return Loaded(runner, family, plain_positions, (), settings.max_model_len, facts)
+    vocabulary = load_vocabulary(model_dir, runner, eos_token_ids(model_dir))
+    length = settings.max_model_len
+    return Loaded(runner, family, plain_positions, (), length, facts, vocabulary=vocabulary)
 
 
 def _load_model(
@@ -158,11 +160,7 @@ def _load_model(
         limit_bytes=memory_limit_bytes(),
         work_bytes=runner.work_bytes(sizes),
         content_revision=open_checkpoint(model_dir).revision,
-        vocabulary=load_vocabulary(
-            model_dir, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids(model_dir)
-        )
-        if runner.kv_layout is not None
-        else None,
+        vocabulary=load_vocabulary(model_dir, runner, eos_token_ids(model_dir)),
     )
 
 
@@ -180,15 +178,21 @@ def _facts(
 
 
 def load_vocabulary(
-    model_dir: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]
+    model_dir: Path, runner: Runner, eos_token_ids: tuple[int, ...]
 ) -> Vocabulary | None:
-    """What grammars read of a model; None, and a log line, if it lacks what they need."""
+    """What grammars read of a model; None, and a log line, if it lacks what they need.
+
+    None without a language model, too.
+    """
+    if runner.kv_layout is None:
+        return None
     path = model_dir / "tokenizer.json"
     if not path.exists() or not eos_token_ids:
-        logger.info("answers cannot be constrained: no tokenizer.json, or no token that ends them")
+        logger.warning("answers cannot be constrained: no tokenizer.json, or no token ends them")
         return None
-    tokenizer = Tokenizer.from_file(str(path))
-    return Vocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return Vocabulary(
+        Tokenizer.from_file(str(path)), vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids
+    )
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
