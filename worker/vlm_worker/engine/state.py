@@ -282,7 +282,20 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
     Metric("triptych_prefix_cache_hits_total", COUNTER, "Prompt tokens found.",
            lambda state: _by_kind(state.step_loop.prefix, "hits"),
            label="kind", stats="prefix_cache_hits"),
+    Metric("triptych_grammars_compiled_total", COUNTER, "Grammars compiled.",
+           lambda state: _constrained(state, "num_compiled")),
+    Metric("triptych_grammar_compile_seconds_total", COUNTER, "Time to compile grammars.",
+           lambda state: _constrained(state, "compile_seconds")),
+    Metric("triptych_token_masks_total", COUNTER, "Masks of constrained tokens.",
+           lambda state: _constrained(state, "num_masks")),
+    Metric("triptych_token_mask_seconds_total", COUNTER, "Time to fill masks.",
+           lambda state: _constrained(state, "mask_seconds")),
 )  # fmt: skip
+
+
+def _constrained(state: State, field: str) -> float:
+    constraints = state.context.constraints
+    return 0.0 if constraints is None else float(getattr(constraints, field))
 
 
 def _by_kind(prefix: PrefixCounts, field: str) -> dict[str, float]:
