@@ -15,10 +15,10 @@ import itertools
 import logging
 from collections.abc import Iterable
 
-from vlm_worker.core.batch_builder import BatchBuilder
 from vlm_worker.core.kv_cache import PrefixCounts
 from vlm_worker.core.measurements import StepWork
 from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.step_inputs import BatchBuilder
 from vlm_worker.core.step_time import AdaptiveLimit
 from vlm_worker.core.step_values import StepInputs, StepOutcome, StepOutput, StepPlan
 from vlm_worker.engine.attempts import EngineContext
