@@ -4,20 +4,22 @@
 
 The model is `random_vlm`; its 32,000 tokens are trained here on the repository's text. Each row
 follows a document of its schema from a place of its own, a token per step, so no mask is filled
-twice. Free and constrained steps alternate. `mask_share` is the time of all 64 masks divided by
-that of a free step, `step_ratio` the time of a constrained step divided by it: masks are filled
-while the model computes. Figures are medians of the rounds.
+twice. Free steps, constrained ones and masks alone alternate. `mask_share` is the CPU time of all
+64 masks divided by that of a free step, `step_ratio` the time of a constrained step divided by that
+of a free one: masks are filled while the model computes. Figures are medians of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +129,27 @@ def measure(
     grammar = json.dumps({"grammars": [{"json_schema": schema}]}).encode()
     answer = np.array(tokenizer.encode(json.dumps(document, ensure_ascii=False)).ids, np.int32)
     starts = np.linspace(0, max(len(answer) - rounds - 2, 0), BATCH).astype(int)
-    matchers = [constraints.matcher(grammar) for _ in range(BATCH)]
+    matchers, alone = ([constraints.matcher(grammar) for _ in range(BATCH)] for _ in range(2))
     free = decode.step_inputs(runner, batch=BATCH, num_new=1, context=CONTEXT)
-    times: dict[str, list[float]] = {"free": [], "constrained": [], "masks": []}
+    times: dict[str, list[float]] = {"free": [], "free_cpu": [], "constrained": [], "masks_cpu": []}
     for number in range(-1, rounds):
         at = np.minimum(starts + number + 1, len(answer))
-        rows = [
-            ConstrainedRow(row, matcher, answer[: at[row]]) for row, matcher in enumerate(matchers)
-        ]
-        before = time.perf_counter()
-        runner.execute(free)
-        middle, filled_before = time.perf_counter(), constraints.mask_seconds
-        masks = constraints.start_masks(rows, BATCH)
-        sampling = dataclasses.replace(free.sampling, masks=masks)
-        output = runner.execute(dataclasses.replace(free, sampling=sampling))
-        end = time.perf_counter()
+
+        def rows(matchers: list[Any], at: np.ndarray = at) -> list[ConstrainedRow]:
+            each = enumerate(zip(matchers, at, strict=True))
+            return [ConstrainedRow(row, matcher, answer[:end]) for row, (matcher, end) in each]
+
+        with timed(times["free"], time.perf_counter), timed(times["free_cpu"], time.process_time):
+            runner.execute(free)
+        with timed(times["constrained"], time.perf_counter):
+            masks = constraints.start_masks(rows(matchers), BATCH)
+            sampling = dataclasses.replace(free.sampling, masks=masks)
+            output = runner.execute(dataclasses.replace(free, sampling=sampling))
+        with timed(times["masks_cpu"], time.process_time):
+            constraints.start_masks(rows(alone), BATCH).words()
         assert (output.token_ids >= 0).all(), "a row has no token"
-        if number >= 0:  # the first round lets the matchers follow to their places
-            times["free"].append(middle - before)
-            times["constrained"].append(end - middle)
-            times["masks"].append(constraints.mask_seconds - filled_before)
+    # the first round lets the matchers follow to their places
+    times = {name: values[1:] for name, values in times.items()}
     return figures(times, num_tokens=len(answer), compile_seconds=constraints.compile_seconds)
 
 
@@ -154,17 +157,23 @@ def figures(
     times: dict[str, list[float]], *, num_tokens: int, compile_seconds: float
 ) -> dict[str, Any]:
     """Medians in milliseconds, and ratios of medians and of the pairs of each round."""
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
     ratios = [a / b for a, b in zip(times["constrained"], times["free"], strict=True)]
     return {
         "document_tokens": num_tokens,
-        "free_ms": round(medians["free"] * 1e3, 2),
-        "constrained_ms": round(medians["constrained"] * 1e3, 2),
-        "masks_ms": round(medians["masks"] * 1e3, 3),
-        "mask_share": round(medians["masks"] / medians["free"], 4),
+        **{f"{name}_ms": round(value, 2) for name, value in medians.items()},
+        "mask_share": round(medians["masks_cpu"] / medians["free_cpu"], 4),
         "step_ratio": round(statistics.median(ratios), 3),
         "compile_ms": round(compile_seconds * 1e3, 2),
     }
+
+
+@contextlib.contextmanager
+def timed(values: list[float], clock: Callable[[], float]) -> Iterator[None]:
+    """Append the seconds of the block."""
+    before = clock()
+    yield
+    values.append(clock() - before)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,14 @@ import sys
 from typing import IO, Final
 
 from vlm_worker.gateway.grammar import TOO_COMPLEX, Grammar, error_of
-from vlm_worker.gateway.grammar_child import LENGTH
+from vlm_worker.gateway.grammar_child import LENGTH, MEMORY_BYTES
 
 logger = logging.getLogger(__name__)
 
 MAX_VERDICTS: Final = 1024
+CHILD_BYTES: Final = MEMORY_BYTES + (24 << 20)
+"""Resident memory of the child, its libraries included; a part of the gateway's `kept`."""
+
 WALL_SECONDS: Final = 10.0
 """Time for one grammar, and for the start of the child, on a busy machine."""
 
@@ -95,8 +98,8 @@ class GrammarChecks:
 
 def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "vlm_worker.gateway.grammar_child"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)  # noqa: S603
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL  # it may end with a stack trace
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, bufsize=0)  # noqa: S603
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:

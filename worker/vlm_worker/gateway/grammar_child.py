@@ -19,7 +19,7 @@ from llguidance import LLMatcher
 from vlm_worker.core.grammar_limits import parser_limits
 
 CPU_SECONDS: Final = 0.25
-MEMORY_BYTES: Final = 256 << 20
+MEMORY_BYTES: Final = 64 << 20
 LENGTH: Final = struct.Struct(">I")
 
 
