@@ -29,9 +29,10 @@ from core_speed import Counted, core_seconds
 from probes import MAX_PROBE_RATIO
 
 from vlm_worker.core.kv_cache import BlockPool
-from vlm_worker.core.persistent_batch import BatchBuilder, PersistentBatch
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.step_inputs import BatchBuilder
 from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 

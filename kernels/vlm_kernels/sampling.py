@@ -4,14 +4,14 @@ One definition for all parameters of a row. With z the edited logits (`sampling_
 temperature, u in [0, 1):
 
     w_i   = round(2^34 exp((z_i - max z) / T))      integers: sums do not depend on their order
-    keep  i in top-k and top-p and min-p            by value: equal tokens are treated equally
+    keep  i in the mask, then top-k and top-p and min-p     by value: equal tokens alike
     token = the first i, in the order of ids, with  w_0 + .. + w_i > u * (sum of all w)
 
 The order is that of transformers' processors. A token 24 nats below the best has weight 0. u is a
 function of (seed, index of the token in its answer), and the weights depend only on the row's
 logits. An answer is therefore the same in any batch, on any worker, continued at any token. T = 0
-selects the first of the largest logits. Log-probabilities are of z, before temperature and
-truncation.
+selects the first of the largest logits. Log-probabilities are of z, before the mask, temperature
+and truncation. With a mask, max z and all filters are those of its tokens.
 
 Shapes: R rows over V tokens, K the largest number of log-probabilities that a row requests. On
 CPUs, C++ (`cpu/sampling.cpp`) reads bfloat16 directly, one thread per row; elsewhere
@@ -33,7 +33,8 @@ from vlm_kernels.cpu import native
 from vlm_kernels.sampling_edits import EditedRow, edit_logits, pack_edits
 
 NOT_FINITE = -1
-"""The token of a row whose logits contain NaN or infinity, before or after its edits."""
+"""The token of a row whose logits contain NaN or infinity, before or after its edits, and of a row
+whose mask has no token."""
 
 MAX_VOCABULARY = 1 << 19
 """Maximum vocabulary: float64 holds every sum of its weights exactly."""
@@ -43,6 +44,20 @@ _ONE = 2.0**34
 _PART_CPU, _PART_DEVICE = 1 << 19, 1 << 26
 # A nucleus is searched in this many of the likeliest tokens, then in all.
 _NUCLEUS_WIDTH = 64
+
+
+class Masks(Protocol):
+    """Sets of tokens that rows may get."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 `[R]`: the row's set, an index in M; -1 if the row may get any token."""
+
+    def words(self) -> np.ndarray:
+        """uint32 `[M, ceil(V / 32)]`, C-contiguous: bit `i % 32` of word `i // 32` is token i.
+
+        The first call may wait until they are computed.
+        """
 
 
 class Sampling(Protocol):
@@ -75,6 +90,10 @@ class Sampling(Protocol):
     def edited(self) -> Sequence[EditedRow]:
         """The rows whose logits are edited."""
 
+    @property
+    def masks(self) -> Masks | None:
+        """None if each row may get any token."""
+
 
 class Sampled(NamedTuple):
     """Tokens `[R]` int64, or `NOT_FINITE`; the other fields are set if a row requests them.
@@ -96,18 +115,35 @@ def sample_reference(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
         logits_RV = edit_logits(logits_RV, params.edited)
     # if a row contains NaN or infinity, its sum is not finite
     finite = torch.isfinite(logits_RV.sum(dim=-1))
-    chosen = logits_RV.argmax(dim=-1)
+    allowed_RV = logits_RV
+    if params.masks is not None:
+        allowed_RV = _masked(logits_RV, params.masks)
+        finite &= allowed_RV.amax(dim=-1) > -torch.inf
+    chosen = allowed_RV.argmax(dim=-1)
     if not params.greedy:
         part = _PART_CPU if logits_RV.device.type == "cpu" else _PART_DEVICE
         drawn = np.flatnonzero(params.columns["temperature"] > 0)
         step = max(1, part // logits_RV.shape[-1])
         for at in (drawn[i : i + step] for i in range(0, len(drawn), step)):
             rows = torch.from_numpy(at).to(logits_RV.device)
-            chosen[rows] = _draw(logits_RV[rows], params, at)
+            chosen[rows] = _draw(allowed_RV[rows], params, at)
     token_ids = torch.where(finite, chosen, NOT_FINITE).cpu().numpy()
     if params.num_logprobs is None:
         return Sampled(token_ids)
     return _with_logprobs(token_ids, logits_RV, params.num_logprobs)
+
+
+def _masked(logits_RV: torch.Tensor, masks: Masks) -> torch.Tensor:
+    """A copy of the logits with minus infinity for the tokens that a row may not get."""
+    words = torch.from_numpy(masks.words().view(np.int32)).to(logits_RV.device)
+    at = np.flatnonzero(masks.rows >= 0)
+    rows = torch.from_numpy(at).to(logits_RV.device)
+    words = words[torch.from_numpy(masks.rows[at].astype(np.int64)).to(logits_RV.device)]
+    bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
+    is_allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits_RV.shape[-1]]
+    masked_RV = logits_RV.clone()
+    masked_RV[rows] = logits_RV[rows].masked_fill_(~is_allowed, -torch.inf)
+    return masked_RV
 
 
 def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -235,15 +271,16 @@ def _splitmix(state: np.ndarray) -> np.ndarray:
 
 SYMBOL = "triptych_sample"
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-ARGUMENTS = (_P, _N, _N, _N, _N, _P, _P, _P, _P, _P, _N, _P, _P, _P, _P, _N)
-"""logits, stride, their type; R, V; rows; edits and their arrays; K, the results; threads"""
+ARGUMENTS = (_P, _N, _N, _N, _N, _P, _P, _P, _P, _P, _P, _N, _P, _P, _P, _P, _N)
+"""logits, stride, their type; R, V; rows; edits and their arrays; masks; K, the results; threads"""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROW = np.dtype(
     [("seed", np.uint64), ("index", np.int64)]
     + [(name, np.float32) for name in ("temperature", "top_p", "min_p")]
-    + [(name, np.int32) for name in ("top_k", "num_logprobs", "edit")]
+    + [(name, np.int32) for name in ("top_k", "num_logprobs", "edit", "mask")],
+    align=True,
 )
 """`struct SampledRow` of `cpu/sampling.cpp`."""
 
@@ -268,6 +305,7 @@ def sample_tokens(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
     if run is None or logits_RV.dtype == torch.float16:
         return sample_reference(logits_RV, params)
     rows, edits = _rows(params), pack_edits(params.edited) if params.edited else None
+    words = None if params.masks is None else params.masks.words()
     num_rows, vocabulary = logits_RV.shape
     out = _results(num_rows, vocabulary, params.num_logprobs)
     run(
@@ -278,6 +316,7 @@ def sample_tokens(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
         vocabulary,
         _address(rows),
         *((None,) * 4 if edits is None else map(_address, edits)),
+        _address(words),
         0 if out.top_ids is None else out.top_ids.shape[1],
         *map(_address, out),
         torch.get_num_threads(),
@@ -287,15 +326,16 @@ def sample_tokens(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
 
 def _rows(params: Sampling) -> np.ndarray | None:
     """The parameters as `ROW`; None if all rows are greedy and request nothing else."""
-    if params.greedy and params.num_logprobs is None and not params.edited:
+    if params.greedy and params.num_logprobs is None and not params.edited and params.masks is None:
         return None
-    rows = np.empty(len(params.index), ROW)
+    rows = np.zeros(len(params.index), ROW)
     for name in _DRAWN:
         rows[name] = params.columns[name]
     rows["index"] = params.index
     rows["num_logprobs"] = -1 if params.num_logprobs is None else params.num_logprobs
     rows["edit"] = -1
     rows["edit"][[one.row for one in params.edited]] = np.arange(len(params.edited))
+    rows["mask"] = -1 if params.masks is None else params.masks.rows
     return rows
 
 
@@ -332,6 +372,8 @@ def _check(logits_RV: torch.Tensor, params: Sampling) -> None:
             raise ValueError(f"sample_tokens: {name} is {values.shape}, not ({num_rows},)")
     if not params.greedy:
         _check_numbers(params)
+    if params.masks is not None:
+        _check_masks(params.masks, num_rows, vocabulary)
     for one in params.edited:
         num_biases = len(one.edits.bias_ids), len(one.edits.bias_values)
         if not 0 <= one.row < num_rows or not 0 <= one.num_prompt <= len(one.token_ids):
@@ -344,6 +386,22 @@ def _check(logits_RV: torch.Tensor, params: Sampling) -> None:
                 f"sample_tokens: an edit of row {one.row} has {num_biases[0]} tokens with "
                 f"{num_biases[1]} biases"
             )
+
+
+def _check_masks(masks: Masks, num_rows: int, vocabulary: int) -> None:
+    words = masks.words()
+    shape = len(words), -(-vocabulary // 32)
+    is_whole = words.dtype == np.uint32 and words.shape == shape and words.flags.c_contiguous
+    if not is_whole or masks.rows.shape != (num_rows,):
+        raise ValueError(
+            f"sample_tokens: masks are {words.dtype} {words.shape} of rows {masks.rows.shape}; "
+            f"must be uint32 {shape} of ({num_rows},)"
+        )
+    if num_rows and not -1 <= masks.rows.min() <= masks.rows.max() < len(words):
+        raise ValueError(
+            f"sample_tokens: rows have masks {masks.rows.min()} to {masks.rows.max()} "
+            f"of {len(words)}"
+        )
 
 
 def _check_numbers(params: Sampling) -> None:

@@ -22,7 +22,7 @@ NUM_OTHER_FILES = 3  # worker.proto, the C++ and docs/openai.md
 # Other files that name a parameter, with the reason.
 MEANINGS = {
     "temperature": {
-        "worker/vlm_worker/core/persistent_batch.py",  # a step without sampling is faster
+        "worker/vlm_worker/core/step_inputs.py",  # a step without sampling is faster
         "worker/vlm_worker/gateway/request_preparation.py",  # `top_p` 0 is greedy
         "worker/vlm_worker/testing.py",  # the simulated model samples too
     },
@@ -34,6 +34,8 @@ MEANINGS = {
     },
     "ignore_eos": {
         "worker/vlm_worker/core/persistent_batch.py",  # which tokens end an answer
+        "worker/vlm_worker/core/request_validation.py",  # refused with a grammar
+        "worker/vlm_worker/gateway/api/requests.py",  # the same, before a worker sees it
     },
 }
 

@@ -81,11 +81,12 @@ from vlm_kernels.cpu import native
 kernel = native.function(sampling.SYMBOL, *sampling.ARGUMENTS)
 logits = torch.zeros(2, 1 << 24)
 rows = np.zeros(2, sampling.ROW)
-rows["temperature"], rows["top_p"], rows["num_logprobs"], rows["edit"] = 1, 1, -1, -1
+rows["temperature"], rows["top_p"], rows["num_logprobs"] = 1, 1, -1
+rows["edit"], rows["mask"] = -1, -1
 tokens = np.full(2, -7)
 def sample():
     kernel(logits.data_ptr(), logits.stride(0), False, *logits.shape, rows.ctypes.data,
-           *(None,) * 4, 0, tokens.ctypes.data, *(None,) * 3, 2)
+           *(None,) * 5, 0, tokens.ctypes.data, *(None,) * 3, 2)
 torch.ones(1 << 20).sum()  # starts the threads
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 _, hard = resource.getrlimit(resource.RLIMIT_AS)

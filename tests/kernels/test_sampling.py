@@ -45,6 +45,28 @@ class Edited:
 
 
 @dataclasses.dataclass(frozen=True)
+class Masks:
+    rows: np.ndarray
+    of_sets: np.ndarray
+
+    def words(self) -> np.ndarray:
+        return self.of_sets
+
+
+def masks_of(sets: list[set[int] | None], vocabulary: int) -> Masks:
+    """The masks of rows; None may get any token."""
+    rows, bits = np.full(len(sets), -1, np.int32), []
+    for row, tokens in enumerate(sets):
+        if tokens is not None:
+            rows[row] = len(bits)
+            allowed = np.zeros(-(-vocabulary // 32) * 32, np.bool_)
+            allowed[list(tokens)] = True
+            bits.append(allowed)
+    packed = np.packbits(np.array(bits, np.bool_).reshape(len(bits), -1), 1, bitorder="little")
+    return Masks(rows, np.ascontiguousarray(packed).view(np.uint32))
+
+
+@dataclasses.dataclass(frozen=True)
 class Params:
     """Greedy rows by default."""
 
@@ -56,6 +78,7 @@ class Params:
     index: np.ndarray
     num_logprobs: np.ndarray | None = None
     edited: tuple[Edited, ...] = ()
+    masks: Masks | None = None
 
     @property
     def greedy(self) -> bool:
@@ -101,8 +124,15 @@ def any_params(rng: np.random.Generator, num_rows: int, vocabulary: int) -> Para
             0,
         )
 
+    def mask() -> set[int] | None:
+        """Any tokens, some of them, one or none."""
+        size = int(rng.choice([0, 1, 2, vocabulary // 2, vocabulary]))
+        return set(rng.permutation(vocabulary)[:size].tolist()) if rng.random() < 0.6 else None
+
+    masks = [mask() for _ in range(num_rows)]
     chosen = [edits(row) for row in range(num_rows) if rng.random() < 0.5]
     return Params(
+        masks=masks_of(masks, vocabulary) if any(one is not None for one in masks) else None,
         temperature=each(0, 1e-30, 0.3, 1, 2.5),
         top_p=each(0, 0.1, 0.9, 0.999, 1),
         top_k=each(0, 1, 7, 100, 5000).astype(np.int32),
@@ -125,6 +155,36 @@ def assert_same(got: Sampled, want: Sampled) -> None:
     np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(got.top_ids, want.top_ids)
     np.testing.assert_allclose(got.top_logprobs, want.top_logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_a_masked_row_gets_a_token_of_its_mask_and_keeps_its_log_probabilities(
+    temperature: float, logprobs: int | None
+) -> None:
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy(rng.standard_normal((4, 300), np.float32) * 3)
+    asked = params(4, temperature, **({} if logprobs is None else {"logprobs": logprobs}))
+    sets = [{7}, None, {4, 250, 299}, set()]
+    masked = dataclasses.replace(asked, masks=masks_of(sets, 300))
+    free, got = sample_tokens(logits, asked), sample_tokens(logits, masked)
+    assert got.token_ids[0] == 7
+    assert got.token_ids[1] == free.token_ids[1]
+    assert got.token_ids[2] in {4, 250, 299}
+    assert got.token_ids[3] == NOT_FINITE, "no token is allowed"
+    if logprobs is not None:
+        model = torch.log_softmax(logits, dim=-1)
+        chosen = [model[row, got.token_ids[row]] for row in range(3)]
+        np.testing.assert_allclose(got.logprobs[:3], chosen, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(got.top_ids[:3], free.top_ids[:3])
+
+
+def test_a_mask_of_all_tokens_changes_nothing() -> None:
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.standard_normal((6, 333), np.float32))
+    asked = dataclasses.replace(any_params(rng, 6, 333), masks=None)
+    masked = dataclasses.replace(asked, masks=masks_of([set(range(333))] * 6, 333))
+    assert_same(sample_tokens(logits, masked), sample_tokens(logits, asked))
 
 
 @given(
@@ -264,6 +324,8 @@ def edit_of(row: int, num_prompt: int, num_biases: int = 0) -> tuple[Edited, ...
         (torch.zeros(2, 8), dataclasses.replace(params(2), edited=edit_of(2, 0)), "row 2 of 2"),
         (torch.zeros(2, 8), dataclasses.replace(params(2), edited=edit_of(1, 4)), "prompt of 4"),
         (torch.zeros(2, 8), dataclasses.replace(params(2), edited=edit_of(0, 0, 2)), "2 tokens"),
+        (torch.zeros(2, 40), dataclasses.replace(params(2), masks=masks_of([{1}] * 2, 8)), "masks"),
+        (torch.zeros(2, 8), dataclasses.replace(params(2), masks=masks_of([{1}], 8)), "masks"),
     ],
 )
 def test_what_does_not_fit_raises(logits: torch.Tensor, asked: Params, named: str) -> None:

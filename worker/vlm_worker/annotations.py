@@ -36,6 +36,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_STOP_TOKENS = 256
 MAX_TEMPERATURE = 100.0
+MAX_GRAMMAR_BYTES = 256 << 10
 
 _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/")
 _MAX_ID = 128

@@ -35,6 +35,9 @@ LENDING_MARGIN_SECONDS = 0.02
 LENDING_MAX_LOST_SHARE = 0.5
 """A request is not lent for a shorter wait if more of it would be computed again."""
 
+UNCONSTRAINED = "no decode pod that constrains answers is ready"
+"""The reason of a request with a grammar if no pod, or only an older one, could decode it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
@@ -51,6 +54,7 @@ class Candidate:
         num_images: images that an encoder which lends has to encode.
         work_queued_seconds: of an encoder that lends, that of images alone.
         lent_queued_seconds: the queued work of its lent requests.
+        grammars: it constrains answers to a grammar.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Candidate:
     num_lent: int = 0
     num_images: int = 0
     lent_queued_seconds: float = 0.0
+    grammars: bool = False
 
     @property
     def lends(self) -> bool:
@@ -104,6 +109,7 @@ class Demand:
         image_digest: of the images' bytes; empty without images.
         prefix_digest: of the prompt's beginning.
         needs_decode: more than one token may follow.
+        constrained: the answer has a grammar, which a pod without `grammars` would ignore.
         inline: if no encoder pod exists, the pod that computes the prompt may encode images.
         num_image_tokens: visual tokens of its images, each image once.
         cached_images: of these, those that a pod is known to hold, by boot id.
@@ -114,6 +120,7 @@ class Demand:
     image_digest: bytes
     prefix_digest: bytes
     needs_decode: bool = True
+    constrained: bool = False
     inline: bool = True
     num_image_tokens: int = 0
     cached_images: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
@@ -181,7 +188,7 @@ def choose(
     `failed` has the boot ids of pods that failed this request before. They are tried again only if
     there is no other pod. A restart changes the boot id.
     """
-    usable = _Usable(tuple(c for c in candidates if c.ready), failed)
+    usable = _Usable(_able(candidates, demand), failed)
     route = _among_pools(usable, demand)
     lender = _lender(usable, demand)
     if lender is None:
@@ -214,9 +221,23 @@ def another_decode(
 ) -> Choice | None:
     """Another decode pod that is compatible with the rest of the route; None if all refused."""
     unusable = refused | {route.prefill.pod.boot_id}  # its load has changed since it was chosen
-    others = [c for c in candidates if c.ready and c.boot_id not in unusable]
-    choice = _decode(_Usable(tuple(others), frozenset()).agreeing(route.prefill.pod), demand)
+    others = tuple(c for c in _able(candidates, demand) if c.boot_id not in unusable)
+    choice = _decode(_Usable(others, frozenset()).agreeing(route.prefill.pod), demand)
     return None if isinstance(choice, NoRoute) else choice
+
+
+def _able(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, ...]:
+    """The ready pods, with the stages that they have for this request.
+
+    A pod without grammars computes no constrained answer: an older one would ignore the grammar.
+    """
+    ready = tuple(c for c in candidates if c.ready)
+    if not demand.constrained:
+        return ready
+    encoder = frozenset({Stage.ENCODER})
+    return tuple(
+        c if c.grammars else dataclasses.replace(c, stages=c.stages & encoder) for c in ready
+    )
 
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
@@ -344,7 +365,8 @@ def _rest_of_route(usable: _Usable, demand: Demand, decode: Choice | None) -> Ro
 def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.DECODE)
     if not pods:
-        return NoRoute(Stage.DECODE, "no decode pod is ready")
+        reason = UNCONSTRAINED if demand.constrained else "no decode pod is ready"
+        return NoRoute(Stage.DECODE, reason)
     large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
     if not large:
         largest = max(c.kv_capacity_tokens for c in pods)

@@ -138,12 +138,16 @@ class ChecksumRunner:
             last = len(self.script) - 1
             told = [self.script[min(int(index), last)] for index in params.index]
             return _output(told, params.num_logprobs)
+        allowed = allowed_tokens(params)
         temperature, seed = params.columns["temperature"].tolist(), params.columns["seed"]
         drawn = zip(temperature, seed, params.index, strict=True)
         tokens = [
             NOT_FINITE
             if context is None
-            else next_token(context, temperature, int(seed), int(index), edits=edits.get(row, b""))
+            else among(
+                next_token(context, temperature, int(seed), int(index), edits=edits.get(row, b"")),
+                allowed.get(row),
+            )
             for row, (context, (temperature, seed, index)) in enumerate(
                 zip(contexts, drawn, strict=True)
             )
@@ -290,6 +294,22 @@ def next_token(
     """The token after a context; if the temperature is not 0, it depends on (seed, index)."""
     drawn = f"{seed}/{index}".encode() if temperature else b""
     return zlib.crc32(context.astype(np.int64).tobytes() + drawn + edits) % VOCABULARY
+
+
+def allowed_tokens(params: SampleParams) -> dict[int, np.ndarray]:
+    """The tokens that each masked row may get."""
+    if params.masks is None:
+        return {}
+    bits = np.unpackbits(params.masks.words().view(np.uint8), axis=1, bitorder="little")
+    masked = enumerate(params.masks.rows.tolist())
+    return {row: np.flatnonzero(bits[mask]) for row, mask in masked if mask >= 0}
+
+
+def among(token_id: int, allowed: np.ndarray | None) -> int:
+    """One of the allowed tokens, chosen by the token; the token itself if all are allowed."""
+    if allowed is None:
+        return token_id
+    return int(allowed[token_id % len(allowed)]) if len(allowed) else NOT_FINITE
 
 
 def edits_bytes(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:

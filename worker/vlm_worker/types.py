@@ -67,7 +67,8 @@ class SamplingParams:
     `frequency_penalty` and `presence_penalty` lower the logits of tokens that are in the answer, as
     OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
     (token id, bias) pairs in the order of their ids. `num_logprobs` n requests log-probabilities
-    of the chosen token and the n best ones; None requests none.
+    of the chosen token and the n best ones; None requests none. `grammar` is llguidance's text of
+    what the answer must be (`core.grammars`), in UTF-8; empty if it may be anything.
     """
 
     max_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
@@ -140,6 +141,7 @@ class SamplingParams:
     ] = 1.0  # fmt: skip
     logit_bias: Annotated[tuple[tuple[int, float], ...], an.Pairs(), an.biases()] = ()
     num_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
+    grammar: Annotated[bytes, an.max_bytes(an.MAX_GRAMMAR_BYTES)] = b""
 
 
 PARAMETERS: Final = [

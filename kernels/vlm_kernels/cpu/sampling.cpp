@@ -2,6 +2,7 @@
 //
 //   greedy:  the first of the largest logits, in one pass over the row as it lies
 //   drawn:   row -> float32, edited -> weights in place -> what is kept -> sums of blocks -> token
+//   masked:  tokens outside the mask are minus infinity, in a copy if log-probabilities are wanted
 //
 // Weights are whole numbers below 2^35 and float32 holds each exactly, so double holds every sum of
 // them, and no result depends on the order of additions, on lanes or on threads.
@@ -24,6 +25,7 @@ struct SampledRow {
   int32_t top_k;         // 0 is all
   int32_t num_logprobs;  // -1 is none
   int32_t edit;          // which of the edits is this row's; -1 is none
+  int32_t mask;          // which of the masks is this row's; -1 is none
 };
 
 }  // namespace triptych
@@ -91,6 +93,29 @@ void widen(const T* row, int64_t size, std::vector<float>& out) {
   for (int64_t i = 0; i < size; i += WIDTH) {
     store(out.data() + i, load_row(row + i, size - i, -INFINITY));
   }
+}
+
+// The tokens of x that a mask has, the others as minus infinity; both padded. May be in place.
+//
+// Bit i % 32 of word i / 32 is token i; bits behind the vocabulary have padding, minus infinity too.
+Largest mask_row(const float* x, const uint32_t* words, int64_t vocabulary, float* masked) {
+  Largest found = {-INFINITY, -1, true};
+  const int64_t size = padded(vocabulary);
+  for (int64_t begin = 0; begin < size; begin += 32) {
+    const uint32_t word = words[begin / 32];
+    const int64_t end = std::min(size, begin + 32);
+    if (word == 0) {
+      std::fill(masked + begin, masked + end, -INFINITY);
+      continue;
+    }
+    for (int64_t i = begin; i < end; i++) {
+      const float value = word >> (i - begin) & 1 ? x[i] : -INFINITY;
+      masked[i] = value;
+      if (value > found.value) found = {value, i, true};
+    }
+  }
+  found.is_finite = found.at >= 0;
+  return found;
 }
 
 // round(2^34 e^x) for x <= 0. In double: the float is the nearest one, but for one in 10^6.
@@ -238,12 +263,14 @@ void write_logprobs(const float* x, int64_t size, float best, int64_t row, int64
 
 template <class T>
 void sample_row(const T* logits, int64_t vocabulary, int64_t number, const SampledRow& row,
-                const EditedTokens& edited, const Answers& out, Scratch& scratch) {
+                const EditedTokens& edited, const uint32_t* masks, const Answers& out,
+                Scratch& scratch) {
   out.clear(number);
   Largest most = largest_of(logits, vocabulary);
   const bool is_drawn = row.temperature > 0, wants_logprobs = row.num_logprobs >= 0;
+  const bool is_changed = row.edit >= 0 || row.mask >= 0;
   out.tokens[number] = most.is_finite ? most.at : NOT_FINITE;
-  if (!most.is_finite || (!is_drawn && !wants_logprobs && row.edit < 0)) return;
+  if (!most.is_finite || (!is_drawn && !wants_logprobs && !is_changed)) return;
   const int64_t size = padded(vocabulary);
   scratch.logits.resize(size);
   widen(logits, vocabulary, scratch.logits);
@@ -254,10 +281,21 @@ void sample_row(const T* logits, int64_t vocabulary, int64_t number, const Sampl
     out.tokens[number] = most.is_finite ? most.at : NOT_FINITE;
     if (!most.is_finite) return;
   }
+  float* weights = x;
+  if (wants_logprobs) {
+    scratch.weights.resize(size);
+    weights = scratch.weights.data();
+  }
+  const float* allowed = x;
+  Largest best = most;
+  if (row.mask >= 0) {
+    best = mask_row(x, masks + row.mask * ((vocabulary + 31) / 32), vocabulary, weights);
+    out.tokens[number] = best.is_finite ? best.at : NOT_FINITE;
+    if (!best.is_finite) return;
+    allowed = weights;
+  }
   if (is_drawn) {
-    if (wants_logprobs) scratch.weights.resize(size);
-    float* weights = wants_logprobs ? scratch.weights.data() : x;
-    out.tokens[number] = draw(x, vocabulary, most.value, row, weights, scratch);
+    out.tokens[number] = draw(allowed, vocabulary, best.value, row, weights, scratch);
   }
   if (wants_logprobs) {
     write_logprobs(x, size, most.value, number, out.tokens[number], out, scratch.keys);
@@ -266,9 +304,9 @@ void sample_row(const T* logits, int64_t vocabulary, int64_t number, const Sampl
 
 template <class T>
 void sample(const T* logits, int64_t stride, int64_t num_rows, int64_t vocabulary,
-            const SampledRow* rows, const EditedTokens& edited, const Answers& out,
-            int num_threads) {
-  const SampledRow greedy = {0, 0, 0.f, 1.f, 0.f, 0, -1, -1};
+            const SampledRow* rows, const EditedTokens& edited, const uint32_t* masks,
+            const Answers& out, int num_threads) {
+  const SampledRow greedy = {0, 0, 0.f, 1.f, 0.f, 0, -1, -1, -1};
   const int64_t per_item = std::max<int64_t>(1, GRAIN / vocabulary);
   const int64_t num_items = (num_rows + per_item - 1) / per_item;
   parallel_for(num_threads, num_items, [&](std::ptrdiff_t item) {
@@ -276,7 +314,7 @@ void sample(const T* logits, int64_t stride, int64_t num_rows, int64_t vocabular
     const int64_t end = std::min(num_rows, (item + 1) * per_item);
     for (int64_t i = item * per_item; i < end; i++) {
       const SampledRow& row = rows == nullptr ? greedy : rows[i];
-      sample_row(logits + i * stride, vocabulary, i, row, edited, out, scratch);
+      sample_row(logits + i * stride, vocabulary, i, row, edited, masks, out, scratch);
     }
   });
 }
@@ -289,17 +327,17 @@ TRIPTYCH_EXPORT bool triptych_sample(const void* logits, int64_t stride, int64_t
                                      int64_t num_rows, int64_t vocabulary, const SampledRow* rows,
                                      const Edit* edits, const int32_t* token_ids,
                                      const int64_t* bias_ids, const float* bias_values,
-                                     int64_t num_top, int64_t* tokens, float* logprobs,
+                                     const uint32_t* masks, int64_t num_top, int64_t* tokens, float* logprobs,
                                      int64_t* top_ids, float* top_logprobs, int64_t num_threads) try {
   const EditedTokens edited = {edits, token_ids, bias_ids, bias_values};
   const Answers out = {num_top, tokens, logprobs, top_ids, top_logprobs};
   const int threads = int(num_threads);
   if (is_bf16) {
-    sample(static_cast<const Bfloat16*>(logits), stride, num_rows, vocabulary, rows, edited, out,
-           threads);
+    sample(static_cast<const Bfloat16*>(logits), stride, num_rows, vocabulary, rows, edited, masks,
+           out, threads);
   } else {
-    sample(static_cast<const float*>(logits), stride, num_rows, vocabulary, rows, edited, out,
-           threads);
+    sample(static_cast<const float*>(logits), stride, num_rows, vocabulary, rows, edited, masks,
+           out, threads);
   }
   return true;
 } catch (const std::bad_alloc&) {

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from worker.answers import answer_alone, folded_positions, make_image
 
 from vlm_worker.core.kv_cache import BlockPool
-from vlm_worker.core.persistent_batch import BatchBuilder, PersistentBatch
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
+from vlm_worker.core.step_inputs import BatchBuilder
 from vlm_worker.core.step_values import SchedulerOutput, StepPlan
 from vlm_worker.settings import AdmissionSettings
 from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner, embed

@@ -82,10 +82,15 @@ FIELD_ROWS = [
     ),
     Bad(
         "a JSON schema",
-        chat(response_format={"type": "json_object"}),
+        chat(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}},
+            }
+        ),
         400,
-        "unsupported_parameter",
-        "response_format",
+        "invalid_json_schema",
+        "response_format.json_schema.schema.not",
     ),
     Bad("a bias of a word", chat(logit_bias={"five": 1}), 400, "invalid_value", "logit_bias"),
     Bad("a bias of a million", chat(logit_bias={"5": 1e6}), 400, "invalid_value", "logit_bias"),

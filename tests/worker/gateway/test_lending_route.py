@@ -12,6 +12,7 @@ from worker.gateway.candidates import IMAGE, TEXT, D, E, P, decode, encoder, nam
 
 from vlm_worker.route import (
     LENDING_MARGIN_SECONDS,
+    UNCONSTRAINED,
     Candidate,
     Demand,
     NoRoute,
@@ -219,3 +220,30 @@ def test_the_counts_of_lending_change_no_route_while_no_pod_lends(
         assert one == other
     else:
         assert names(one) == names(other)
+
+
+CONSTRAINED = dataclasses.replace(TEXT, constrained=True)
+
+
+def test_a_constrained_answer_goes_to_pods_that_know_grammars() -> None:
+    """A pod of an older version would ignore the grammar, and answer freely."""
+    old, new = [prefill("p0"), decode("d0")], [prefill("p1", grammars=True)]
+    new.append(decode("d1", grammars=True, num_inflight=9, kv_free_tokens=200))
+    assert names(choose([*old, *new], CONSTRAINED)) == (None, "p1", "d1")
+    assert names(choose([*old, *new], TEXT)) != (None, "p1", "d1")
+    route = choose([*old, *new], CONSTRAINED)
+    assert isinstance(route, Route)
+    assert another_decode([*old, *new], CONSTRAINED, route, frozenset({b"d1"})) is None
+
+
+def test_a_service_of_older_pods_answers_no_constrained_request() -> None:
+    pods = [encoder(), prefill(), decode(), lender("l")]
+    assert choose(pods, CONSTRAINED) == NoRoute(Stage.DECODE, UNCONSTRAINED)
+    one_token = dataclasses.replace(CONSTRAINED, needs_decode=False)
+    assert isinstance(choose(pods, one_token), NoRoute)
+
+
+def test_an_older_encoder_encodes_for_a_constrained_answer() -> None:
+    demand = dataclasses.replace(IMAGE, constrained=True)
+    pods = [lender(), prefill(grammars=True), decode(grammars=True)]
+    assert names(choose(pods, demand)) == ("e", "p", "d")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from worker.gateway.test_text_assembler import falls_back, with_bytes
 
-from vlm_worker.gateway.detokenization import TextAssembler, TokenTexts
+from vlm_worker.core.token_texts import TokenTexts
+from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.responses import CompletionShape, Envelope, Response, ResponseWriter, Usage
 from vlm_worker.types import FinishReason

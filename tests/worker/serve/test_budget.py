@@ -11,6 +11,7 @@ from worker.processes.workers import MODEL
 from vlm_worker.core.families import load_family
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.gateway_server import most_connections
+from vlm_worker.gateway.grammar_checks import CHILD_BYTES
 from vlm_worker.gateway.memory import CONNECTION_BYTES
 from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.media.pool import decoders_bytes
@@ -147,6 +148,7 @@ def test_without_a_limit_nothing_is_refused() -> None:
 def test_a_gateway_in_the_same_process_declares_its_requests_and_its_connections() -> None:
     settings = parse(("serve", str(MODEL), "--max-connections=100"), {})
     assert isinstance(settings, ServeSettings)
-    connections = gateway_bytes(settings.gateway) - settings.gateway.memory_bytes - CACHES_BYTES
+    connections = gateway_bytes(settings.gateway) - settings.gateway.memory_bytes
+    connections -= CACHES_BYTES + CHILD_BYTES
     assert connections == most_connections(settings.gateway) * CONNECTION_BYTES
     assert connections > 100 * CONNECTION_BYTES

@@ -28,8 +28,8 @@ KEY = RequestKey("r-1", 1)
 SOURCE = Source("127.0.0.1:9", b"b" * 16, "t-1", b"f" * 16)
 ITEM = ImageItem(b"k" * 32, 2, 4, (1, 4, 4))
 SAMPLING = SamplingParams(
-    8, 0.5, 0.9, 3, 7, (1, 2), min_p=0.1, logit_bias=((3, 1.0),), num_logprobs=2
-)
+    8, 0.5, 0.9, 3, 7, (1, 2), min_p=0.1, logit_bias=((3, 1.0),), num_logprobs=2, grammar=b"start:",
+)  # fmt: skip
 REQUEST = Request(KEY, tuple(range(10)), 8, SAMPLING, (ITEM,), b"s" * 32, priority=1)
 SPANS = (StageSpan("encode", 0.25, 0.5, 1),)
 LOGPROBS = TokenLogprobs(-0.5, ((7, -0.5), (9, -2.0)))

@@ -48,6 +48,7 @@ samplings = st.builds(
         st.integers(0, 2**31 - 1), st.sampled_from([-100.0, 0.5, 100.0]), max_size=4
     ).map(lambda biases: tuple(sorted(biases.items()))),
     num_logprobs=st.none() | st.integers(0, 20),
+    grammar=st.sampled_from([b"", b'start: "\xc3\xbc"', b"x" * (256 << 10)]),
 )
 LOGPROBS = TokenLogprobs(-0.5, ((7, -0.5), (9, -2.25)))
 
@@ -146,6 +147,7 @@ def test_hello_and_load_survive() -> None:
         compat="c",
         weights="int8",
         limits=messages.Limits(64, 4096, 2048, 8),
+        grammars=True,
     )
     assert messages.HELLO.decode(messages.HELLO.encode(hello)) == hello
     load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)

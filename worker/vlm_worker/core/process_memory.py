@@ -10,7 +10,7 @@
     connections  buffers and request objects of a gateway's clients
     process      interpreter, libraries and model code, measured after loading
     kept         freed memory that malloc keeps, and messages in flight; of a gateway also what it
-                 knows of the caches of its pods
+                 knows of the caches of its pods, and its child that checks grammars
 
 A separate gateway process has only `requests`, `connections`, `process` and `kept`.
 

@@ -46,6 +46,11 @@ def validate_request(
         raise InvalidRequestError(
             f"logit_bias names a token beyond the model's {vocab_size}", param="logit_bias"
         )
+    if request.sampling.grammar and request.sampling.ignore_eos:
+        raise InvalidRequestError(
+            "ignore_eos does not let a constrained answer go on: its grammar says where it ends",
+            param="ignore_eos",
+        )
     _check_items(request, max_image_tokens=max_image_tokens)
 
 

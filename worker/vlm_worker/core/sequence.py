@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from vlm_worker.core.grammars import Matcher
 from vlm_worker.types import ImageItem, Request
 
 MIN_PRIORITY: Final = -(2**31)
@@ -70,6 +71,7 @@ class Sequence:
         is_blocked: it waits for an embedding, or for permission to request one; it is not examined
             until `unblock`.
         on_unblock: callback of the queue, called by `unblock`.
+        matcher: of its grammar, or None.
         output: belongs to the engine; opaque here.
     """
 
@@ -95,6 +97,7 @@ class Sequence:
     num_bypassed: int = 0
     is_blocked: bool = False
     on_unblock: Callable[[Sequence], None] | None = None
+    matcher: Matcher | None = None
     output: Any = None
 
     @property

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from vlm_worker.core.grammars import Matcher
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.types import PARAMETERS, FinishReason, SamplingParams, TokenLogprobs
 
@@ -76,12 +77,36 @@ class EditedRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ConstrainedRow:
+    """One of the R rows whose token must follow a grammar.
+
+    `answer` is an int32 view: the tokens of the answer so far, of earlier attempts too.
+    """
+
+    row: int
+    matcher: Matcher
+    answer: np.ndarray
+
+
+class Masks(Protocol):
+    """The tokens that rows may get (`vlm_kernels.sampling.Masks`)."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 [R], the mask of each row; -1 if it has none."""
+
+    def words(self) -> np.ndarray:
+        """uint32 [M, ceil(V / 32)]; the first call may wait until they are filled."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SampleParams:
     """Sampling of the rows in `StepInputs.sample_rows`; arrays of the same length R.
 
     `greedy` is True if every row is greedy, the fast path. `columns` has the parameters of a draw
     by name. `index` is the index of the token in its answer: the generator of a row is a function
     of (seed, index). `num_logprobs` is None if no row wants any, and -1 for rows that want none.
+    `constrained` are the rows with a grammar; the engine fills their `masks` during the step.
     """
 
     greedy: bool
@@ -89,6 +114,8 @@ class SampleParams:
     index: np.ndarray  # [R] int64
     num_logprobs: np.ndarray | None = None  # [R] int64
     edited: tuple[EditedRow, ...] = ()
+    constrained: tuple[ConstrainedRow, ...] = ()
+    masks: Masks | None = None
 
     @classmethod
     def all_greedy(cls, num_rows: int) -> SampleParams:
@@ -136,7 +163,7 @@ class StepInputs:
 
 
 NOT_FINITE = -1
-"""The token id of a row whose logits have NaN or infinity."""
+"""The token id of a row whose logits have NaN or infinity, or whose grammar allows no token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,7 +288,8 @@ class StepOutcome:
         finished: the answers that ended with that token, and why.
         held: they keep their KV for a peer now.
         prefilled: prompts that advanced; tokens computed and blocks written so far.
-        failed: their logits were not finite; their KV is invalidated.
+        failed: their logits were not finite, or their grammar allows no token; their KV is
+            invalidated.
     """
 
     sequences: list[Sequence] = dataclasses.field(default_factory=list)

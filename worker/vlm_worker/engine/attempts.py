@@ -28,6 +28,7 @@ from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.limits import Limits
 from vlm_worker.core.measurements import BusyTimeCounter
 from vlm_worker.core.sequence import Sequence
+from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
 from vlm_worker.engine.runner import DeviceErrors, Runner, run_device_copy
 from vlm_worker.engine.settings import EngineSettings
@@ -235,6 +236,7 @@ class EngineContext:
     limits: Limits = dataclasses.field(default_factory=Limits)
     busy: BusyTimeCounter = dataclasses.field(default_factory=BusyTimeCounter)
     device_errors: DeviceErrors = dataclasses.field(default_factory=DeviceErrors)
+    constraints: Constraints | None = None
 
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)

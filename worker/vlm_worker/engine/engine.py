@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vlm_worker.engine.attempts import BlockLoan
+from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.embedding_reads import READ_SECONDS
 from vlm_worker.engine.engine_thread import Command, EngineThread, refuse
@@ -44,11 +45,10 @@ class Engine:
 
     All public methods are called on the loop given to `start`, except `stats` and the reads of
     blocks. `positions` is `Family.positions`. `files` is the disk tier of the encoder cache; the
-    engine starts and closes it. A coroutine raises GoneError if its key has no such request,
-    reservation or embedding here.
+    engine starts and closes it. Without `constraints` no request may have a grammar. A coroutine
+    raises GoneError if its key has no such request, reservation or embedding here.
 
-    Raises:
-        ValueError: the settings cannot work with this runner, with the numbers.
+    Raises ValueError, with the numbers, if the settings cannot work with this runner.
     """
 
     def __init__(
@@ -59,10 +59,16 @@ class Engine:
         positions: Positions,
         clock: Callable[[], float] = time.monotonic,
         files: EmbeddingFiles | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        self._files = files
+        self._files, self.constraints = files, constraints
         self._thread = EngineThread(
-            runner, settings=settings, positions=positions, clock=clock, files=files
+            runner,
+            settings=settings,
+            positions=positions,
+            clock=clock,
+            files=files,
+            constraints=constraints,
         )
         self.readable_blocks = self._thread.state.sequences.readable_blocks
 

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.events import LoopNotifier, OutputEvent, deliver
 from vlm_worker.engine.runner import Runner
@@ -64,6 +65,7 @@ class EngineThread:
         positions: Positions,
         clock: Callable[[], float],
         files: EmbeddingFiles | None,
+        constraints: Constraints | None,
     ) -> None:
         self._runner, self._settings, self._clock, self._files = runner, settings, clock, files
         self.state = State(
@@ -73,6 +75,7 @@ class EngineThread:
             clock=clock,
             send=self._send,
             files=files,
+            constraints=constraints,
         )
         self.state.encode_requests.queue.on_ended = self.wake
         self.stats: EngineStats = self.state.snapshot()

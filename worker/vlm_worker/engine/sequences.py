@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from vlm_worker.core.admission import MAX_CANDIDATES
+from vlm_worker.core.grammars import Matcher
 from vlm_worker.core.kv_cache import BlockPool, is_visual_block
 from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.measurements import KVUsage
@@ -44,6 +45,7 @@ from vlm_worker.errors import (
     DuplicateError,
     EngineError,
     GoneError,
+    InvalidRequestError,
     OverloadedError,
     WorkerError,
 )
@@ -103,6 +105,7 @@ class Sequences:
         self._positions = positions
         self._runner = runner
         self._prompt_embeddings = prompt_embeddings
+        self._constraints = context.constraints
         self._events, self._clock = context.events, context.clock
         self._draining = False
         self._arrivals = 0
@@ -183,6 +186,7 @@ class Sequences:
             raise
         except Exception as error:  # nothing that a request says may end the thread
             raise EngineError(f"the positions of the prompt failed: {error!r}") from error
+        matcher = self._matcher(request.sampling.grammar)
         self._arrivals += 1
         self.num_requests += 1
         return Sequence(
@@ -194,7 +198,20 @@ class Sequences:
             position_delta=delta,
             for_peer=for_peer,
             embeddings=[None] * len(request.items),
+            matcher=matcher,
         )
+
+    def _matcher(self, grammar: bytes) -> Matcher | None:
+        """The matcher of a grammar before the first token; the steps let it follow the answer."""
+        if not grammar:
+            return None
+        if self._constraints is None:
+            raise InvalidRequestError(
+                "this worker does not constrain answers: its model has no tokenizer.json, or no "
+                "token that ends an answer",
+                param="response_format",
+            )
+        return self._constraints.matcher(grammar)
 
     def start(self, sequence: Sequence) -> Attempt:
         """Let the attempt of its key own a new sequence."""

@@ -17,6 +17,7 @@ from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
 from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import EngineContext, Track
+from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, OutputEvent
@@ -58,8 +59,11 @@ class State:
         clock: Callable[[], float],
         send: Callable[[Iterator[OutputEvent]], None] | None = None,
         files: EmbeddingFiles | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        self.context = EngineContext(runner, settings, clock, EventBuffer(send))
+        self.context = EngineContext(
+            runner, settings, clock, EventBuffer(send), constraints=constraints
+        )
         self.events, self.attempts = self.context.events, self.context.attempts
         self.encode_requests = EncodeRequests(self.context, files)
         self.prompt_embeddings = PromptEmbeddings(self.context, self.encode_requests)
@@ -278,7 +282,20 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
     Metric("triptych_prefix_cache_hits_total", COUNTER, "Prompt tokens found.",
            lambda state: _by_kind(state.step_loop.prefix, "hits"),
            label="kind", stats="prefix_cache_hits"),
+    Metric("triptych_grammars_compiled_total", COUNTER, "Grammars compiled.",
+           lambda state: _constrained(state, "num_compiled")),
+    Metric("triptych_grammar_compile_seconds_total", COUNTER, "Time to compile grammars.",
+           lambda state: _constrained(state, "compile_seconds")),
+    Metric("triptych_token_masks_total", COUNTER, "Masks of constrained tokens.",
+           lambda state: _constrained(state, "num_masks")),
+    Metric("triptych_token_mask_seconds_total", COUNTER, "Time to fill masks.",
+           lambda state: _constrained(state, "mask_seconds")),
 )  # fmt: skip
+
+
+def _constrained(state: State, field: str) -> float:
+    constraints = state.context.constraints
+    return 0.0 if constraints is None else float(getattr(constraints, field))
 
 
 def _by_kind(prefix: PrefixCounts, field: str) -> dict[str, float]:

@@ -10,21 +10,23 @@ run(plan) --ok--> tokens
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable
 
 from vlm_worker.core.kv_cache import PrefixCounts
 from vlm_worker.core.measurements import StepWork
-from vlm_worker.core.persistent_batch import BatchBuilder
 from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.step_inputs import BatchBuilder
 from vlm_worker.core.step_time import AdaptiveLimit
-from vlm_worker.core.step_values import StepOutcome, StepOutput, StepPlan
+from vlm_worker.core.step_values import StepInputs, StepOutcome, StepOutput, StepPlan
 from vlm_worker.engine.attempts import EngineContext
+from vlm_worker.engine.constraints import refused_by
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.sequences import Sequences
-from vlm_worker.errors import EngineError
+from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ class StepLoop:
         return results
 
     def _execute(self, plan: StepPlan) -> StepOutput | EngineError:
-        inputs = self._builder.build(plan)
+        inputs = self._with_masks(self._builder.build(plan))
         self._events.flush()  # the model is about to compute
         try:
             output = self._context.runner.execute(inputs)
@@ -113,6 +115,16 @@ class StepLoop:
         if isinstance(output, StepOutput) and output.has_shape(num_rows):
             return output
         return EngineError(f"the runner did not answer for {num_rows} sampled rows")
+
+    def _with_masks(self, inputs: StepInputs) -> StepInputs:
+        """Start to fill the masks of constrained rows; the runner waits for them to sample."""
+        constrained, constraints = inputs.sampling.constrained, self._context.constraints
+        if not constrained:
+            return inputs
+        assert constraints is not None, "a sequence has a matcher of no grammar"
+        masks = constraints.start_masks(constrained, len(inputs.sample_rows))
+        sampling = dataclasses.replace(inputs.sampling, masks=masks)
+        return dataclasses.replace(inputs, sampling=sampling)
 
     def _work(self, plan: StepPlan, *, num_prompts: int) -> StepWork:
         """The work of a step, measured before the step changes the state."""
@@ -151,7 +163,7 @@ class StepLoop:
         for sequence, _, _ in outcome.prefilled:
             self._pass_on(sequence)
         for sequence in outcome.failed:
-            self._sequences.fail(sequence, EngineError("the model's logits are not finite"))
+            self._sequences.fail(sequence, _failure_of(sequence))
 
     def _streams_of(self, sequences: list[Sequence]) -> list[EventStream[PrefillEvent] | None]:
         """The stream of each sequence; cached while the same sequences decode."""
@@ -178,6 +190,13 @@ class StepLoop:
         self._events.end(output.stream)
         output.stream, output.successor_stream = output.successor_stream, None
         output.first_only = output.supplied = False
+
+
+def _failure_of(sequence: Sequence) -> WorkerError:
+    """Why a sequence got no token."""
+    if sequence.matcher is not None and sequence.matcher.error is not None:
+        return refused_by(sequence.matcher)
+    return EngineError("the model's logits are not finite")
 
 
 def _cached(outcome: StepOutcome) -> Iterable[int]:

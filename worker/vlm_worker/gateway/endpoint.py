@@ -53,6 +53,7 @@ from vlm_worker.gateway.responses import (
     Send,
     Usage,
 )
+from vlm_worker.route import UNCONSTRAINED
 from vlm_worker.telemetry import REQUEST_ID, Span
 from vlm_worker.types import Modality, TokenLogprobs
 
@@ -294,7 +295,8 @@ def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImag
     if isinstance(error, NotAwakeError):
         return errors.waking(waited_seconds=error.waited_seconds)
     if isinstance(error, NoRouteError):
-        return errors.unavailable(f"No worker is ready for the stage '{error.stage}'.")
+        what = " that constrains answers" if str(error) == UNCONSTRAINED else ""
+        return errors.unavailable(f"No worker{what} is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
     if isinstance(error, InvalidImageError) and error.item < len(images):
         answer.param = images[error.item].path

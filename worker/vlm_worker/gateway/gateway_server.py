@@ -172,6 +172,7 @@ async def running(
             await tasks.close()
             await context.registry.close()
             await context.fetcher.close()
+            await asyncio.to_thread(context.preparer.grammar_checks.close)
             if context.tracer is not None:
                 await asyncio.to_thread(context.tracer.close)
 

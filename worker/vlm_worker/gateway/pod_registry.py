@@ -99,6 +99,7 @@ class PodConnection:
             num_lent=self.num_lent + self._others_lent,
             num_images=self.num_images + self._others_images,
             lent_queued_seconds=load.lent_queued_seconds if load else 0.0,
+            grammars=hello.grammars,
         )
 
     @property
@@ -118,10 +119,7 @@ class PodConnection:
 
 
 class Registry:
-    """All worker connections; `peers` has them by pod name.
-
-    `caches` has what the connected pods hold.
-    """
+    """All worker connections, `peers` by pod name; `caches` has what the connected pods hold."""
 
     def __init__(
         self,

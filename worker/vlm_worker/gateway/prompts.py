@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 
 from vlm_worker.core.families import Family, ModelConfigError, load_family
 from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_pointer, read_json
+from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
 from vlm_worker.gateway.conversation import Conversation
-from vlm_worker.gateway.detokenization import TokenTexts
 from vlm_worker.gateway.responding.builtin import Responding, choose
 from vlm_worker.types import PARAMETERS
 

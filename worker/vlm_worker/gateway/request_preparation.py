@@ -31,6 +31,7 @@ from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.conversation import Conversation, client_texts
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
+from vlm_worker.gateway.grammar_checks import GrammarChecks
 from vlm_worker.gateway.images import RequestImage, check_count, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
@@ -69,6 +70,7 @@ class Preparer:
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
     fetcher: ImageFetcher = dataclasses.field(default_factory=ImageFetcher)
+    grammar_checks: GrammarChecks = dataclasses.field(default_factory=GrammarChecks)
 
     async def read(
         self,
@@ -95,6 +97,8 @@ class Preparer:
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
             parsed, chat = await self.turns.run(self._read_chat(body, held))
+            if chat.options.sampling.grammar is not None:
+                await self.grammar_checks.check(chat.options.sampling.grammar)
             fetched = await self._fetch(chat, config, held, trace, guard)
             images = await self.turns.run(self._read_images(chat, parsed, fetched, config, tenant))
             return await self.chat(chat, images, config, **ids), chat.options
@@ -422,5 +426,6 @@ def _sampling(
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         logit_bias=options.logit_bias,
         num_logprobs=options.num_logprobs,
+        grammar=b"" if options.grammar is None else options.grammar.text.encode(),
         **chosen,
     )

@@ -24,7 +24,7 @@ from vlm_worker.supervision import AtEnd, Supervisor
 from vlm_worker.transfer.peers import Peers
 from vlm_worker.transfer.producer import Producer
 from vlm_worker.transfer.transport import ByteStream, Transport
-from vlm_worker.types import EmbedLayout, KVLayout, RequestKey, StageSpan
+from vlm_worker.types import EmbedLayout, KVLayout, Request, RequestKey, StageSpan
 from vlm_worker.wire.buffers import PLAIN, Copier
 from vlm_worker.wire.frames import FrameBatches
 from vlm_worker.wire.identity_store import IdentityStore
@@ -101,6 +101,15 @@ class RoleContext:
 
     def start(self) -> None:
         self._supervisor.start(self._sweep, name="sweep leases", at_end=AtEnd.FAIL)
+
+    async def compile_grammar(self, request: Request) -> None:
+        """Compile the grammar of a request, if it has one, before the engine gets it.
+
+        Raises InvalidRequestError if it cannot be used.
+        """
+        grammar, constraints = request.sampling.grammar, self.engine.constraints
+        if grammar and constraints is not None:
+            await constraints.compile(grammar)
 
     async def close(self) -> None:
         """Stop sweeping, wait for the background tasks, and disconnect from the peers."""

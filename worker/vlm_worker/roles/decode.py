@@ -162,6 +162,7 @@ class DecodeRole:
     async def _pull(self, call: DecodeCall) -> Commit:
         """Fetch all blocks that are not in our prefix cache, and pass them on as they arrive."""
         context, request, source = self._context, call.request, call.kv
+        await context.compile_grammar(request)
         check_fingerprint(source.fingerprint, self._layout.fingerprint)
         async with context.peers.hold(source) as peer:
             try:

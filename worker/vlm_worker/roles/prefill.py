@@ -91,6 +91,7 @@ class PrefillRole:
                 async with EmbeddingFetcher(context, call) as embeddings:
                     queued = timer.arrived + timer.now()
                     await context.delay("prefill_queue")
+                    await context.compile_grammar(call.request)
                     stream = self._submit(call)
                     yield Reply(self._accepted(call), (), timer.now())
                     progress = _Progress(submitted=queued)

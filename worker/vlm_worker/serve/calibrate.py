@@ -135,7 +135,7 @@ def read_sample(path: Path, prompt: str, builder: PromptBuilder) -> Sample:
         header = read_header(path.read_bytes(), item=0)
         geometry = builder.family.geometry(header.height, header.width)
         parts = (ImagePart("", "auto", ""), TextPart(prompt))
-        built = builder.chat([Message("user", parts)], [geometry.num_tokens])
+        built = builder.chat(Conversation([Message("user", parts)]), [geometry.num_tokens])
     except OSError as error:
         raise ModelConfigError(
             f"{path}: cannot be read: {error.strerror}; make it readable, or remove it"

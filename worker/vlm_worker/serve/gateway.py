@@ -8,6 +8,7 @@ import functools
 import logging
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, serve_gateway
+from vlm_worker.gateway.grammar_checks import CHILD_BYTES
 from vlm_worker.gateway.memory import declare
 from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.model.cgroup import memory_limit_bytes
@@ -52,7 +53,7 @@ def _declare_memory(gateway: Gateway) -> None:
         most_connections(context.settings),
         tls=context.settings.tls_dir is not None,
         resident_bytes=resident_bytes(),
-        kept_bytes=KEPT_BYTES + MESSAGE_BYTES + CACHES_BYTES,
+        kept_bytes=KEPT_BYTES + MESSAGE_BYTES + CACHES_BYTES + CHILD_BYTES,
         limit_bytes=limit,
     )
     context.declare(declared, resident_bytes)

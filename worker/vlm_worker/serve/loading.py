@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from vlm_worker.core.families import Family, load_family
+from vlm_worker.core.grammars import Vocabulary
 from vlm_worker.core.model_files import ConfigFields, read_json
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
@@ -71,6 +74,7 @@ class Loaded:
     host memory, and `limit_bytes` the container's limit, if known. `work_bytes` is the temporary
     memory of a step and an encoder call. `content_revision` hashes the files of the model,
     and `activation_scales` the scales of int8 layers' inputs, if they are from a file.
+    `vocabulary` is what grammars read; None if answers cannot be constrained.
     """
 
     runner: Runner
@@ -87,6 +91,7 @@ class Loaded:
     work_bytes: int = 0
     content_revision: Callable[[], str] = lambda: ""
     activation_scales: str = ""
+    vocabulary: Vocabulary | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -99,18 +104,20 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
     family = load_family(model_dir)
     progress("loading weights")
     if settings.runner == "checksum":
-        return _load_checksum(settings, family)
+        return _load_checksum(settings, family, model_dir)
     return _load_model(settings, family, model_dir, progress)
 
 
-def _load_checksum(settings: WorkerSettings, family: Family) -> Loaded:
+def _load_checksum(settings: WorkerSettings, family: Family, model_dir: Path) -> Loaded:
     from vlm_worker.testing import ChecksumRunner, plain_positions
 
     logger.warning("the runner is arithmetic, for tests: there is no model")
     has_kv = settings.stages != {Stage.ENCODER}
     runner = ChecksumRunner(CHECKSUM_BLOCKS, block_size=settings.block_size, has_kv=has_kv)
     facts = _facts(settings, runner, family, weights_bytes=0)
-    return Loaded(runner, family, plain_positions, (), settings.max_model_len, facts)
+    vocabulary = load_vocabulary(model_dir, runner, eos_token_ids(model_dir))
+    length = settings.max_model_len
+    return Loaded(runner, family, plain_positions, (), length, facts, vocabulary=vocabulary)
 
 
 def _load_model(
@@ -162,6 +169,7 @@ def _load_model(
         limit_bytes=memory_limit_bytes(),
         work_bytes=runner.work_bytes(sizes),
         content_revision=open_checkpoint(model_dir).revision,
+        vocabulary=load_vocabulary(model_dir, runner, eos_token_ids(model_dir)),
     )
 
 
@@ -181,6 +189,24 @@ def _facts(
         image_tokens_per_megapixel=family.processor.tokens_per_megapixel,
         weights_bytes=weights_bytes,
         weights=(embed.dtype if weights == "auto" else weights) + scaled,
+    )
+
+
+def load_vocabulary(
+    model_dir: Path, runner: Runner, eos_token_ids: tuple[int, ...]
+) -> Vocabulary | None:
+    """What grammars read of a model; None, and a log line, if it lacks what they need.
+
+    None without a language model, too.
+    """
+    if runner.kv_layout is None:
+        return None
+    path = model_dir / "tokenizer.json"
+    if not path.exists() or not eos_token_ids:
+        logger.warning("answers cannot be constrained: no tokenizer.json, or no token ends them")
+        return None
+    return Vocabulary(
+        Tokenizer.from_file(str(path)), vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids
     )
 
 

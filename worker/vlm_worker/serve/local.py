@@ -11,6 +11,7 @@ import dataclasses
 import sys
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, running
+from vlm_worker.gateway.grammar_checks import CHILD_BYTES
 from vlm_worker.gateway.memory import connection_bytes
 from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.serve.process import StopSignals, freeze_gc, result_unless
@@ -65,7 +66,7 @@ async def run_local(settings: ServeSettings) -> int:
 def gateway_bytes(settings: GatewaySettings) -> int:
     """Bytes that a gateway uses in a worker's process."""
     connections = connection_bytes(most_connections(settings), tls=settings.tls_dir is not None)
-    return settings.memory_bytes + connections + CACHES_BYTES
+    return settings.memory_bytes + connections + CACHES_BYTES + CHILD_BYTES
 
 
 async def _failed(server: WorkerServer, gateway: Gateway, stop: asyncio.Event) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.sources import Sources
+from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import Directory, EmbeddingFiles
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
@@ -228,6 +229,7 @@ def _engine(
 ) -> Engine:
     cold_bytes = cold_cache_bytes(settings, loaded.device)
     largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
+    constraints = Constraints(loaded.vocabulary) if loaded.vocabulary is not None else None
     try:
         bounds = EngineSettings(
             max_model_len=max_model_len,
@@ -243,7 +245,13 @@ def _engine(
             **values_of(settings.queues),
             **values_of(settings.encoder_cache) | {"embedding_cold_cache_bytes": cold_bytes},
         )
-        return Engine(loaded.runner, settings=bounds, positions=loaded.positions, files=files)
+        return Engine(
+            loaded.runner,
+            settings=bounds,
+            positions=loaded.positions,
+            files=files,
+            constraints=constraints,
+        )
     except ValueError as error:
         raise ModelConfigError(
             f"{error} (--max-model-len, --max-batched-tokens, --max-requests, "

@@ -121,6 +121,7 @@ class WorkerComponents:
                 max_model_len=self.max_model_len if layout else 0,
                 max_requests=settings.max_requests,
             ),
+            grammars=self.engine.constraints is not None,
         )
 
     def load(self, state: WorkerState) -> Load:

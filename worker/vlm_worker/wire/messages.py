@@ -79,7 +79,7 @@ class Hello:
 
     `layout_fingerprint` is empty without KV. `weights` is the type of the weights. If it differs
     between two workers, they still exchange KV, and answers match neither worker's own
-    (`docs/decisions/0016`).
+    (`docs/decisions/0016`). `grammars` says whether it constrains answers to a grammar.
     """
 
     role: Role
@@ -95,6 +95,7 @@ class Hello:
     weights: Label
     limits: Limits
     protocol_version: int = PROTOCOL_VERSION
+    grammars: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from vlm_worker.gateway.api import schema
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.schema import Fields, check_text, refuse
 from vlm_worker.gateway.api.tools import MAX_ID, CallsParser, ToolCall, ToolUse, parse_tools
+from vlm_worker.gateway.grammar import Grammar, of_response_format
 from vlm_worker.gateway.turns import Steps
 from vlm_worker.types import PARAMETERS
 
@@ -176,16 +177,19 @@ class SamplingOptions:
     `given` has those of `PARAMETERS` that the client sets, by name. `logit_bias` has (token id,
     bias) pairs in the order of their ids. `num_logprobs` is the number of most likely tokens to
     return with the chosen one; None returns no log-probabilities. Requests of a larger `priority`
-    run first.
+    run first. `grammar` is what the answer must be, not checked yet; None if it may be anything.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
     priority: int = 0
+    grammar: Grammar | None = None
 
 
-def parse_sampling(fields: Fields, num_logprobs: int | None) -> SamplingOptions:
+def parse_sampling(
+    fields: Fields, num_logprobs: int | None, grammar: Grammar | None = None
+) -> SamplingOptions:
     """Take the parameters of both endpoints. Raises ApiError that names the invalid one."""
     given = {}
     for field, parameter in PARAMETERS:
@@ -197,6 +201,12 @@ def parse_sampling(fields: Fields, num_logprobs: int | None) -> SamplingOptions:
             value = take(field.name, minimum=parameter.minimum, maximum=parameter.maximum)
         if value is not None:
             given[field.name] = field.default if value == parameter.unset else value
+    if grammar is not None and given.get("ignore_eos"):
+        raise invalid(
+            f"'ignore_eos' and '{grammar.path}' exclude each other: a grammar says where an answer "
+            "ends.",
+            param="ignore_eos",
+        )
     priority = fields.integer("priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
     return SamplingOptions(
         given=given,
@@ -204,6 +214,7 @@ def parse_sampling(fields: Fields, num_logprobs: int | None) -> SamplingOptions:
         num_logprobs=num_logprobs,
         # In vLLM's API the smaller value runs first; internally the larger does.
         priority=-(priority or 0),
+        grammar=grammar,
     )
 
 
@@ -300,7 +311,9 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     if messages is None:
         raise fields.missing("messages")
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
-    options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
+    grammar = of_response_format(fields.take("response_format"))
+    sampling = parse_sampling(fields, chat_logprobs(fields), grammar)
+    options = _options(fields, max_tokens, param, sampling)
     visual = _visual(fields)
     tools = yield from parse_tools(fields)
     effort = cast(Effort | None, fields.choice("reasoning_effort", get_args(Effort)))

@@ -223,8 +223,11 @@ CHAT: Final = (
     ),
     _supported("logprobs", "of the answer's tokens; see below"),
     _supported("top_logprobs", "0 to 20; only with `logprobs`"),
+    _supported(
+        "response_format",
+        "`text`, `json_object` or `json_schema`; see [constrained answers](#constrained-answers)",
+    ),
     _neutral("modalities", "answers are text", (["text"],)),
-    _neutral("response_format", "constrained output is not built", ({"type": "text"},)),
     _neutral("service_tier", "there is one tier", ("auto", "default")),
     _neutral("store", "nothing is stored", (False,)),
     _refused("audio", "answers are text"),
@@ -275,10 +278,10 @@ EXTRA: Final = (
     _refused("stop_token_ids", "answers end by text: send `stop`"),
     _refused("bad_words", "send a `logit_bias` of -100"),
     _refused("prompt_logprobs", "`logprobs` are of the answer"),
-    _refused("guided_json", "constrained output is not built"),
-    _refused("guided_regex", "constrained output is not built"),
-    _refused("guided_choice", "constrained output is not built"),
-    _refused("structured_outputs", "constrained output is not built"),
+    _refused("guided_json", "send `response_format` of type `json_schema` to chat completions"),
+    _refused("guided_regex", "send a `pattern` in the schema of `response_format`"),
+    _refused("guided_choice", "send an `enum` in the schema of `response_format`"),
+    _refused("structured_outputs", "send `response_format`"),
 )
 
 # Fields of a message in OpenAI's client. Any other field is unknown.

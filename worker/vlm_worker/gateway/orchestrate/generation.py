@@ -318,7 +318,9 @@ class Routing:
     def lack(self, stage: Stage) -> tuple[object, ...]:
         """Return the group of the request: new pods help all requests of a group or none."""
         prepared = self.prepared
-        return (stage, prepared.inline, bool(prepared.images), prepared.sampling.max_tokens > 1)
+        sampling = prepared.sampling
+        needs = bool(prepared.images), sampling.max_tokens > 1, bool(sampling.grammar)
+        return (stage, prepared.inline, *needs)
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether only an encoder pod can help."""

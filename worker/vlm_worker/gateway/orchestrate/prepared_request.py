@@ -66,6 +66,7 @@ class PreparedRequest:
             image_digest=self.images[0].digest if self.images else b"",
             prefix_digest=digests.head,
             needs_decode=self.sampling.max_tokens - num_delivered > 1,
+            constrained=bool(self.sampling.grammar),
             inline=self.inline,
             num_image_tokens=sum(dict(images).values()),
             cached_images=caches.images(images),

@@ -1,0 +1,279 @@
+"""The law of constrained answers: the tokens are a function of grammar, prompt and draws alone.
+
+A random model answers random schemas. Every answer that ends is a value of its schema; every other
+one is the beginning of one. The tokens are the same alone and together, from one engine and from
+two, and if another engine continues after any token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from worker.schemas import SCHEMAS
+
+from vlm_worker.core.grammars import Vocabulary
+from vlm_worker.engine.constraints import Constraints
+from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.testing import VOCABULARY, ChecksumRunner, plain_positions
+from vlm_worker.types import (
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TokenEvent,
+)
+
+MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
+TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+EOS = 2
+WORDS = Vocabulary(TOKENIZER, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
+MAX_TOKENS = 120
+PROMPT = (5, 9, 11, 200, 31)
+_numbers = itertools.count()
+
+Answer = tuple[list[int], FinishReason]
+
+
+def engine(num_blocks: int = 2049, *, max_num_seqs: int = 32) -> Engine:
+    runner = ChecksumRunner(num_blocks)
+    bounds = EngineSettings(
+        max_model_len=256, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_waiting=4096,
+        strict=True,
+    )  # fmt: skip
+    made = Engine(
+        runner, settings=bounds, positions=plain_positions, constraints=Constraints(WORDS)
+    )
+    made.start(asyncio.get_running_loop())
+    return made
+
+
+def asked(schema: Any, delivered: Sequence[int] = (), **sampling: Any) -> Request:
+    grammar = schema if isinstance(schema, bytes) else grammar_of(schema)
+    params = SamplingParams(**{"max_tokens": MAX_TOKENS, "grammar": grammar, **sampling})
+    key = RequestKey(f"r{next(_numbers)}", 0)
+    return Request(key, (*PROMPT, *delivered), len(PROMPT), params)
+
+
+def grammar_of(schema: Any) -> bytes:
+    options = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
+    grammar = {"grammars": [{"json_schema": {**schema, "x-guidance": options}}]}
+    return json.dumps(grammar).encode()
+
+
+async def answered(one: Engine, request: Request) -> Answer:
+    """The tokens of an answer, and why it ended."""
+    tokens, reason = [], None
+    async for event in one.submit_prefill(request, for_peer=False):
+        match event:
+            case TokenEvent(_, token_id):
+                tokens.append(token_id)
+            case FinishedEvent(reason, _):
+                pass
+            case FailedEvent(error):
+                raise error
+    assert reason is not None
+    return tokens, reason
+
+
+async def handed_over(prefill: Engine, decode: Engine, request: Request) -> Answer:
+    """As with two pods: the first token from one engine, the rest from the other one."""
+    key, tokens, reason = request.key, [], None
+    await decode.reserve(key, len(request.token_ids) + 1)
+    async for event in prefill.submit_prefill(request, for_peer=True):
+        match event:
+            case TokenEvent(_, token_id):
+                tokens.append(token_id)
+            case FinishedEvent(reason, _):
+                await decode.release(key)
+                return tokens, reason
+            case FailedEvent(error):
+                raise error
+    first = (await decode.receive(request)).first_block
+    count = -(-len(request.token_ids) // 4)
+    if first < count:
+        blocks = prefill.readable_blocks.copy(key, first, count - first)
+        await decode.import_blocks(key, first, memoryview(bytes(blocks)))
+    await prefill.release(key)
+    async for event in await decode.start_decode(key, tokens[0]):
+        match event:
+            case TokenEvent(_, token_id):
+                tokens.append(token_id)
+            case FinishedEvent(reason, _):
+                pass
+            case FailedEvent(error):
+                raise error
+    assert reason is not None
+    return tokens, reason
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    text: str = TOKENIZER.decode(list(tokens), skip_special_tokens=True)
+    return text
+
+
+def check(schema: Any, answer: Answer) -> None:
+    """An answer that has ended is valid; the grammar accepts the beginning of another one."""
+    tokens, reason = answer
+    if reason is FinishReason.STOP:
+        assert tokens[-1] == EOS
+        value = json.loads(text_of(tokens))
+        jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
+        return
+    assert (reason, len(tokens)) == (FinishReason.LENGTH, MAX_TOKENS)
+    native = WORDS.compile(grammar_of(schema))._native
+    assert native.validate_tokens(tokens) == len(tokens)
+
+
+async def hold(schema: Any, sampling: dict[str, Any], *, every: int) -> FinishReason:
+    """The law for one schema; the answer is continued after each `every`-th token."""
+    first, second = engine(), engine()
+    try:
+        alone = await answered(first, asked(schema, **sampling))
+        check(schema, alone)
+        tokens, reason = alone
+        assert await handed_over(first, second, asked(schema, **sampling)) == alone
+        cuts = range(1, len(tokens), every)
+        rest = await asyncio.gather(
+            *(answered(second, asked(schema, tokens[:cut], **sampling)) for cut in cuts)
+        )
+        for cut, (more, why) in zip(cuts, rest, strict=True):
+            assert (tokens[:cut] + more, why) == alone, f"continued after {cut} tokens"
+        return reason
+    finally:
+        await first.stop()
+        await second.stop()
+
+
+SAMPLING = st.sampled_from(
+    [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 2**63, "num_logprobs": 2}]
+)
+
+
+def law(max_examples: int, *, every: int) -> Any:
+    """A test of the law with so many random schemas."""
+    ended: list[FinishReason] = []
+
+    @seed(1)
+    @settings(
+        max_examples=max_examples, deadline=None, phases=[Phase.generate], database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(SCHEMAS, SAMPLING)
+    def test(schema: Any, sampling: dict[str, Any]) -> None:
+        ended.append(asyncio.run(hold(schema, sampling, every=every)))
+
+    test()
+    assert len(ended) >= max_examples
+    assert ended.count(FinishReason.STOP) > len(ended) // 2, "most answers come to an end"
+
+
+def test_the_law_holds_for_random_schemas() -> None:
+    law(50, every=7)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_the_law_holds_for_many_random_schemas_after_every_token() -> None:
+    law(500, every=1)
+
+
+async def test_an_answer_is_the_same_after_every_token_of_one_schema() -> None:
+    properties = {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 1, "maxItems": 3},
+    }
+    schema = {
+        "type": "object", "properties": properties, "required": list(properties),
+        "additionalProperties": False,
+    }  # fmt: skip
+    assert await hold(schema, {}, every=1) is FinishReason.STOP
+
+
+async def test_a_preempted_answer_goes_on_where_it_was() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 40}
+    roomy, tight = engine(), engine(65)
+    try:
+        seeds = range(8)
+        want = [await answered(roomy, asked(schema, temperature=1.0, seed=one)) for one in seeds]
+        got = await asyncio.gather(
+            *(answered(tight, asked(schema, temperature=1.0, seed=one)) for one in seeds)
+        )
+        assert tight.stats().count("preemptions") > 0
+        assert got == want
+    finally:
+        await roomy.stop()
+        await tight.stop()
+
+
+async def test_constrained_and_free_answers_share_steps_and_are_those_of_each_alone() -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 9}
+    requests = [asked(schema, temperature=1.0, seed=one) for one in range(4)]
+    requests += [asked(b"", temperature=1.0, seed=one, max_tokens=20) for one in range(4)]
+    again = [dataclasses.replace(r, key=RequestKey(f"again{i}", 0)) for i, r in enumerate(requests)]
+    one = engine()
+    try:
+        together = await asyncio.gather(*(answered(one, request) for request in requests))
+        assert together == [await answered(one, request) for request in again]
+        assert one.constraints is not None
+        assert one.constraints.num_compiled == 1, "the choices of a request compile once"
+        assert one.constraints.num_masks > 0
+    finally:
+        await one.stop()
+
+
+async def test_an_answer_that_leaves_its_grammar_is_refused_and_others_go_on() -> None:
+    schema = {"type": "boolean"}
+    one = engine()
+    try:
+        wrong = answered(one, asked(schema, TOKENIZER.encode("red").ids))
+        right = answered(one, asked(schema))
+        refused, answer = await asyncio.gather(wrong, right, return_exceptions=True)
+        assert isinstance(refused, InvalidRequestError)
+        assert refused.code == "invalid_json_schema"
+        assert not isinstance(answer, BaseException)
+        check(schema, answer)
+    finally:
+        await one.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [({"grammar": b"start: foo"}, "response_format"), ({"ignore_eos": True}, "ignore_eos")],
+)
+async def test_what_cannot_be_constrained_is_refused_by_name(
+    changes: dict[str, Any], param: str
+) -> None:
+    one = engine()
+    try:
+        with pytest.raises(InvalidRequestError) as refused:
+            await answered(one, asked({"type": "boolean"}, **changes))
+        assert refused.value.param == param
+    finally:
+        await one.stop()
+
+
+async def test_an_engine_without_a_vocabulary_refuses_a_grammar() -> None:
+    bounds = EngineSettings(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+    one = Engine(ChecksumRunner(), settings=bounds, positions=plain_positions)
+    one.start(asyncio.get_running_loop())
+    try:
+        with pytest.raises(InvalidRequestError, match="does not constrain"):
+            await answered(one, asked({"type": "boolean"}, max_tokens=20))
+    finally:
+        await one.stop()

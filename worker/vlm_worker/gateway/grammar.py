@@ -1,0 +1,184 @@
+"""Grammars of requests: from `response_format`, or a Lark text of the gateway's own.
+
+    response_format ─▶ of_response_format ─┐
+    lark text ───────▶ validated ──────────┴▶ Grammar ─▶ GrammarChecks.check ─▶ Sampling.grammar
+
+Both functions are cheap and check the form alone. `grammar_checks` has the library judge the text
+in a child process; `error_of` writes the client's error from the library's reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from vlm_worker.annotations import MAX_GRAMMAR_BYTES
+from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.api.schema import Fields
+
+MAX_NAME: Final = 64
+MAX_DESCRIPTION: Final = 4096
+WHITESPACE: Final = r"[ \t\n\r]{1,64}"
+"""White space between tokens of JSON is bounded: a model may not fill its answer with it."""
+
+TOO_COMPLEX: Final = "too complex"
+"""The problem of a grammar that exceeds the limits of the child process."""
+
+_OPTIONS: Final = "x-guidance"  # llguidance's own keyword, with its options
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be, as a text of llguidance.
+
+    `path` names the part of the request that it comes from, in errors. `schema` is its JSON Schema,
+    if it has one, in which an error finds a keyword.
+    """
+
+    text: str
+    path: str
+    schema: Mapping[str, Any] | None = None
+
+
+def of_response_format(value: Any, path: str = "response_format") -> Grammar | None:
+    """The grammar that a `response_format` asks for; None if the answer is free text.
+
+    Raises ApiError (400) that names the invalid part.
+    """
+    if value is None:
+        return None
+    fields = Fields(path, value)
+    kind = fields.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        raise fields.missing("type")
+    if kind != "json_schema":
+        fields.done()
+        return None if kind == "text" else of_schema({"type": "object"}, path)
+    child = fields.child("json_schema")
+    if child is None:
+        raise fields.missing("json_schema")
+    name = child.required_text("name", max_length=MAX_NAME)
+    if not _NAME.fullmatch(name):
+        where = child.at("name")
+        raise invalid(f"'{where}' may have letters, digits, '_' and '-'.", param=where)
+    child.text("description", max_length=MAX_DESCRIPTION)
+    child.boolean("strict")  # without it, OpenAI's API may ignore the schema; here it is enforced
+    schema = child.take("schema")
+    if schema is None:
+        raise child.missing("schema")
+    child.done()
+    fields.done()
+    return of_schema(schema, child.at("schema"))
+
+
+def of_schema(schema: Any, path: str) -> Grammar:
+    """The grammar of JSON texts that a JSON Schema accepts. Raises ApiError (400)."""
+    if not isinstance(schema, dict):
+        raise invalid(f"'{path}' must be an object.", param=path, code="invalid_type")
+    if _OPTIONS in schema:
+        raise _keyword(path, (_OPTIONS,), "is not supported")
+    options = {"whitespace_pattern": WHITESPACE}
+    grammar = {"grammars": [{"json_schema": {**schema, _OPTIONS: options}}]}
+    checked = validated(json.dumps(grammar, separators=(",", ":")), path)
+    return dataclasses.replace(checked, schema=schema)
+
+
+def validated(text: str, path: str) -> Grammar:
+    """A Lark text, or llguidance's JSON, as a grammar of bounded size.
+
+    Raises ApiError (400) that names `path`.
+    """
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _invalid(
+            path, f"'{path}' has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed."
+        )
+    return Grammar(text, path)
+
+
+def error_of(grammar: Grammar, problem: str) -> ApiError:
+    """The client's error for the library's reason, which the message does not quote."""
+    path = grammar.path
+    if problem == TOO_COMPLEX:
+        return _invalid(
+            path,
+            f"'{path}' takes too long to compile: use fewer alternatives, shorter patterns, or "
+            "fewer properties.",
+        )
+    unsupported = re.search(r"Unimplemented keys: \[(.*?)\]", problem)
+    if unsupported:
+        (keyword, *_) = re.findall(r'"([^"]*)"', unsupported[1]) or ["?"]
+        return _keyword(path, _find(grammar.schema, keyword), "is not supported")
+    for pattern, keyword, reason in _REASONS:
+        found = re.search(pattern, problem)
+        if found:
+            value = found[1] if found.groups() else None
+            return _keyword(path, _find(grammar.schema, keyword, value), reason)
+    if grammar.schema is None:
+        return _invalid(path, f"'{path}' is no grammar that can be enforced.")
+    return _invalid(path, f"'{path}' is no JSON Schema that can be enforced.")
+
+
+_REASONS: Final = (
+    (r"oneOf constraints are not supported", "oneOf",
+     "is supported only if no value can match two of its schemas; use 'anyOf'"),
+    (r"Unknown format: (.*)", "format", "has a format that is not supported"),
+    (r"Invalid type: (.*)", "type", "is no type of JSON Schema"),
+    (r"regex parse error", "pattern",
+     "has a regular expression that is invalid or not supported (look-around, back-references)"),
+    (r"Resource '(.*?)' is not present", "$ref", "may name parts of this schema alone"),
+    (r"Pointer '(.*?)' does not exist", "$ref", "names a part that the schema does not have"),
+    (r"patternProperty regexes", "patternProperties", "has patterns that match the same name"),
+    (r"multiple of", "multipleOf", "must be a number above 0"),
+    (r"anyOf is empty", "enum", "has no value"),
+    (r"minimum \(", "minimum", "is above the maximum"),
+    (r"minLength \(", "minLength", "is above 'maxLength'"),
+    (r"minItems \(", "minItems", "is above 'maxItems'"),
+    (r"float range|integer range", "minimum", "and 'maximum' have a range that is not supported"),
+)  # fmt: skip
+
+_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords whose value has schemas by a name that is no keyword."""
+_VALUES: Final = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose value has no schema."""
+
+
+def _keyword(path: str, where: tuple[str, ...], reason: str) -> ApiError:
+    full = ".".join((path, *where))
+    return _invalid(full, f"'{full}' {reason}.")
+
+
+def _invalid(path: str, message: str) -> ApiError:
+    return invalid(message, param=path, code="invalid_json_schema")
+
+
+def _find(schema: Any, keyword: str, value: str | None = None) -> tuple[str, ...]:
+    """The path of a keyword in a schema, with `value` if one place has it; else its name alone."""
+    places = list(_places(schema, keyword))
+    for where, held in places:
+        if value is not None and isinstance(held, str) and held.lstrip("#") == value.lstrip("#"):
+            return where
+    return places[0][0] if places else (keyword,)
+
+
+def _places(
+    schema: Any, keyword: str, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each place of a keyword, and its value there; names of properties are no keywords."""
+    if isinstance(schema, list):
+        for index, one in enumerate(schema):
+            yield from _places(one, keyword, (*path, str(index)))
+    if not isinstance(schema, dict):
+        return
+    if keyword in schema:
+        yield (*path, keyword), schema[keyword]
+    for name, one in schema.items():
+        if name in _MAPS and isinstance(one, dict):
+            for key, part in one.items():
+                yield from _places(part, keyword, (*path, name, key))
+        elif name not in _VALUES:
+            yield from _places(one, keyword, (*path, name))
