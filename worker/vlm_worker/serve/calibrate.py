@@ -20,6 +20,7 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder
 from vlm_worker.media.image_header import ImageHeader, read_header
 from vlm_worker.media.patches import make_patches

@@ -15,25 +15,22 @@ from vlm_worker.gateway.responding.builtin import builtin
 from vlm_worker.gateway.responding.template import load_template
 
 FORMATS = pytest.mark.parametrize("form", WRITERS)
-ANSWERS: dict[str, str] = {
-    "calls alone": "{calls}",
-    "text before": "I'll look: 日本 <b>.{calls}",
-    "reasoning": "<think>\nFirst </th then <tool_call>.\n</think>\n\nNow.\n{calls}\n",
-    "text after": "A.{calls}\nThen <tool_cal",
-}
+FORMS = pytest.mark.parametrize("form", WRITERS)
+REASONING = "First </th then <tool_call>."
+BEFORE, AFTER = "I'll look: 日本 <b>.", "Then <tool_cal"
 
 
-@FORMATS
-@pytest.mark.parametrize("around", ANSWERS)
+@FORMS
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "with text and reasoning"])
 @pytest.mark.parametrize("calls", [CALLS, CALLS[1:2], []], ids=["several", "no arguments", "none"])
-def test_an_answer_is_the_same_at_every_cut(form: str, around: str, calls: list[Call]) -> None:
-    text = ANSWERS[around].replace("{calls}", WRITERS[form](calls))
+def test_an_answer_is_the_same_at_every_cut(form: str, around: bool, calls: list[Call]) -> None:
+    text = WRITERS[form](calls)
+    if around:
+        text = f"<think>\n{REASONING}\n</think>\n\n{BEFORE}{text}\n{AFTER}"
     content, reasoning, read = whole = parsed(form, [text])
     assert [(name, json.loads(arguments)) for name, arguments in read] == calls
-    assert reasoning == ("First </th then <tool_call>." if around == "reasoning" else "")
-    before = {"text before": "I'll look: 日本 <b>.", "reasoning": "Now.", "text after": "A."}
-    assert content.startswith(before.get(around, ""))
-    assert content.endswith("Then <tool_cal" if around == "text after" else "")
+    assert reasoning == (REASONING if around else "")
+    assert content == (f"{BEFORE}\n{AFTER}" if around else "")
     assert parsed(form, list(text)) == whole
     for cut in range(len(text)):
         assert parsed(form, [text[:cut], text[cut:]]) == whole
