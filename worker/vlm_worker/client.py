@@ -27,12 +27,13 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from vlm_worker.core.prefetch import PrefetchResult
 from vlm_worker.errors import InvalidRequestError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.options import MAX_PORT
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey, Role
-from vlm_worker.wire import messages
+from vlm_worker.wire import messages, prefetch_messages
 from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.identity import IdentityError, ServiceIdentity
@@ -143,6 +144,14 @@ class WorkerClient:
         return self._replies(
             "Prefill", messages.PREFILL_CALL.encode(call), messages.PREFILL_REPLY, timeout
         )
+
+    async def prefetch(
+        self, call: prefetch_messages.PrefetchCall, *, timeout: float
+    ) -> PrefetchResult:
+        """Compute the beginning of a prompt while the worker is idle; returns how that ended."""
+        request = prefetch_messages.PREFETCH_CALL.encode(call)
+        reply = await self._unary("Prefetch", request, timeout=timeout)
+        return self._read(prefetch_messages.PREFETCH_REPLY.decode, reply)
 
     def decode(
         self, call: messages.DecodeCall, *, timeout: float

@@ -27,6 +27,7 @@ from vlm_worker.types import (
 )
 from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
+from vlm_worker.wire.prefetch_messages import PREFETCH_CALL, PrefetchCall
 
 KEY = RequestKey("01J9-abc_d.e:f/g", 3)
 SOURCE = Source("[::1]:9000", b"b" * 16, "t-1", b"f" * 16)
@@ -78,6 +79,13 @@ def test_a_prefill_call_survives(request: Request, handoff: bool, last_resort: b
     call = messages.PrefillCall(request, "t", sources, handoff=handoff, last_resort=last_resort)
     message = pb.PrefillRequest.FromString(messages.PREFILL_CALL.encode(call).SerializeToString())
     assert messages.PREFILL_CALL.decode(message) == call
+
+
+@given(requests())
+def test_a_prefetch_call_survives(request: Request) -> None:
+    call = PrefetchCall(request)
+    message = pb.PrefetchRequest.FromString(PREFETCH_CALL.encode(call).SerializeToString())
+    assert PREFETCH_CALL.decode(message) == call
 
 
 @given(requests())

@@ -250,6 +250,19 @@ class EncodeRequests:
             counted=not self._is_encoded(key),  # else its `encode` was counted
         )
 
+    def cached(self, image: ImageItem, owner: Hashable) -> Entry | None:
+        """Pin the complete entry of an image in memory for `owner`; it counts no hit."""
+        entry = self.find(image)
+        if entry is None or not entry.ready:
+            return None
+        return self.cache.lookup(
+            image.image_key,
+            owner,
+            num_tokens=image.num_tokens,
+            now=self._clock(),
+            counted=False,
+        )
+
     def check_size(self, image: ImageItem, rows: memoryview) -> None:
         """Raise CorruptTransferError if the rows are not those of an image, places included."""
         row_bytes = self._runner.embed_layout.row_bytes_of(image.reduction)

@@ -11,6 +11,7 @@ The calls by role:
     encoder   encode -> ItemReady -> export_embedding -> release_embedding
     prefill   submit_prefill(for_peer=True) -> [NeedItems -> put_embedding]
               -> BlocksReady -> readable_blocks -> TokenEvent -> release
+              prefetch -> the whole blocks of a prompt are cached, if no request comes
     decode    reserve -> receive -> [a thread writes -> confirm_blocks, or import_blocks]
               -> start_decode -> TokenEvent ... FinishedEvent
 
@@ -25,6 +26,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+from vlm_worker.core.prefetch import PrefetchResult
 from vlm_worker.engine.attempts import BlockLoan
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.embedding_reads import READ_SECONDS
@@ -34,7 +36,7 @@ from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, ReceiveResult
 from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
-from vlm_worker.errors import EngineError
+from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
 from vlm_worker.wire.messages import CancelOutcome
 
@@ -171,6 +173,30 @@ class Engine:
             request.key,
             lambda state, stream: state.sequences.submit(request, stream, for_peer=for_peer),
         )
+
+    async def prefetch(self, request: Request) -> PrefetchResult:
+        """Compute the whole blocks of a prompt into the prefix cache while no request is here.
+
+        It ends as soon as a request comes, and needs the embeddings of its images in memory.
+
+        Raises:
+            DrainingError: this worker takes no new work.
+            WorkerError: the request cannot run here.
+        """
+        future: asyncio.Future[PrefetchResult] = asyncio.get_running_loop().create_future()
+
+        def work(state: State) -> None:
+            try:
+                state.prefetch(request, functools.partial(state.events.answer, future))
+            except WorkerError as error:
+                state.events.answer(future, error)
+
+        self._thread.post(Command(work, functools.partial(refuse, future)))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._thread.post(Command(lambda state: state.prefetches.cancel(request.key)))
+            raise
 
     async def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
         """Deliver the embedding of an item that NeedItems named; idempotent.
