@@ -198,8 +198,8 @@ ONE_PROCESS = "one process"
 """The gateway in the process of a colocated worker."""
 
 
-def stack_of(name: str) -> contextlib.AbstractAsyncContextManager[Stack]:
-    """A stack in one of `TOPOLOGIES`, or in one process."""
+def stack_of(name: str, **changes: object) -> contextlib.AbstractAsyncContextManager[Stack]:
+    """A stack in one of `TOPOLOGIES`, or in one process, with these settings of the gateway."""
     if name == ONE_PROCESS:
-        return stack(*COLOCATED, one_process=True)
-    return stack(*TOPOLOGIES[name])
+        return stack(*COLOCATED, one_process=True, **changes)  # type: ignore[arg-type]
+    return stack(*TOPOLOGIES[name], **changes)  # type: ignore[arg-type]

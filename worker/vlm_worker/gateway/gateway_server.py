@@ -170,6 +170,8 @@ async def running(
             yield Gateway(context, public, admin, certificate)
         finally:
             await tasks.close()
+            if context.prefetcher is not None:
+                await context.prefetcher.close()
             await context.registry.close()
             if context.tracer is not None:
                 await asyncio.to_thread(context.tracer.close)

@@ -34,20 +34,25 @@ from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.turns import Steps, Turns
-from vlm_worker.gateway.visual import BrownOut, VisualPolicy, check_visual_tokens
+from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
 from vlm_worker.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
 LONG_TEXT_BYTES = 32 * 1024
+# Reductions that depend on the question or on load: the next turn may have another.
+_WHY_OF_ONE_TURN = frozenset({Why.CLASS, Why.LOAD, Why.CONTEXT})
 # No request waits longer than this for free KV.
 MAX_WAIT_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preparer:
-    """Prepares requests. With `any_priority` clients may set a priority above the default."""
+    """Prepares requests. With `any_priority` clients may set a priority above the default.
+
+    With `session_prefetch`, a chat knows the beginning of its next turn.
+    """
 
     prompt_builder: PromptBuilder
     served_name: str
@@ -55,6 +60,7 @@ class Preparer:
     block_size: int
     salts: Salts
     any_priority: bool = False
+    session_prefetch: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
 
@@ -124,6 +130,9 @@ class Preparer:
         ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
         prompt = await self._prompt(messages, images, num_bytes)
         fitted = self._fitted(ask, messages, images, prompt)
+        next_turn = None
+        if self.session_prefetch and not fitted.dropped and fitted.images == images:
+            next_turn = self._next_turn(messages, images)
         if fitted.dropped or fitted.images != images:
             messages = _without(messages, sorted(fitted.dropped))
             images = tuple(p for i, p in enumerate(fitted.images) if i not in fitted.dropped)
@@ -135,7 +144,21 @@ class Preparer:
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
             return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
 
-        return self._prepared_request(ask, prompt_without, images)
+        prepared = self._prepared_request(ask, prompt_without, images)
+        return dataclasses.replace(prepared, next_turn=next_turn) if next_turn else prepared
+
+    def _next_turn(
+        self, messages: Sequence[Message], images: Sequence[RequestImage]
+    ) -> Callable[[str], Prompt | None] | None:
+        """The beginning of the next turn by the answer; None if its images may differ.
+
+        The result keeps no image: it is called after the request has ended.
+        """
+        if any(image.choice.why in _WHY_OF_ONE_TURN for image in images):
+            return None
+        counts = [image.num_tokens for image in images]
+        build = self.prompt_builder.next_turn
+        return lambda answer: build(messages, answer, counts)
 
     async def _prompt(
         self, messages: Sequence[Message], images: Sequence[RequestImage], num_bytes: int

@@ -107,8 +107,12 @@ class ResponseWriter:
         with_logprobs: bool,
         trace: Trace,
         on_token: Callable[[int], None],
+        on_text: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """`assemblers` has one per choice; `on_token` gets the choice of each token."""
+        """`assemblers` has one per choice; `on_token` gets the choice of each token.
+
+        `on_text` gets the texts of all choices as they are sent.
+        """
         self._response = response
         self._envelope = envelope
         self._stream = stream
@@ -116,6 +120,7 @@ class ResponseWriter:
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
+        self._on_text = on_text
         self._held: dict[int, list[TextChunk]] = {}
         self._whole: dict[int, dict[str, Any]] = {}
 
@@ -182,6 +187,7 @@ class ResponseWriter:
     async def _put(self, index: int, piece: TextChunk) -> None:
         first = index not in self._held
         held = self._held.setdefault(index, [])
+        self._on_text(piece.text)
         if not self._stream:
             held.append(piece)
         elif first or piece:

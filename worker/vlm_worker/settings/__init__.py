@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vlm_worker.settings.encoder_cache import EncoderCacheSettings
 from vlm_worker.settings.options import MAX_PORT, add_options, read
 from vlm_worker.settings.values import (
     CHOSEN_BY_SERVE,
@@ -25,7 +26,6 @@ from vlm_worker.settings.values import (
     AdmissionPolicy,
     AdmissionSettings,
     ComputeSettings,
-    EncoderCacheSettings,
     FetchSettings,
     GatewaySettings,
     Identity,

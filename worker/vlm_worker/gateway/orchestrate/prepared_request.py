@@ -32,6 +32,8 @@ class PreparedRequest:
         digests: what pods may hold of it from earlier requests.
         priority: requests of a larger priority run first.
         num_bytes: bytes of images and texts.
+        next_turn: returns the beginning of the next turn's prompt, by the text of the answer. It
+            may take milliseconds. None if nothing is prefetched.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class PreparedRequest:
     max_hold_seconds: float = 0.0
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
+    next_turn: Callable[[str], Prompt | None] | None = None
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
