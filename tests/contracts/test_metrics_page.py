@@ -15,6 +15,7 @@ from vlm_worker.core.measurements import Histogram
 from vlm_worker.engine.settings import DiskStats, EncoderCacheStats, EngineStats, KVStats
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.gateway.session_prefetch import OUTCOMES
 from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.metrics import WorkerMetrics
@@ -65,6 +66,7 @@ def gateway_exposition(identity: IdentityStore | None = None) -> str:
     """The metrics of a gateway that has answered a request."""
     meters = GatewayMetrics()
     meters.identity = identity
+    meters.prefetches.update(dict.fromkeys(OUTCOMES, 0))
     meters.first_token(1.0, dict.fromkeys(STAGES, 0.1), Modality.IMAGE, 0.5)
     meters.next_token(0.1)
     meters.record_images(["native"], 64)

@@ -27,7 +27,6 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from vlm_worker.core.prefetch import PrefetchResult
 from vlm_worker.errors import InvalidRequestError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.options import MAX_PORT
@@ -38,6 +37,7 @@ from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.identity import IdentityError, ServiceIdentity
 from vlm_worker.wire.identity_store import IdentityStore
+from vlm_worker.wire.prefetch_messages import PrefetchResult
 from vlm_worker.wire.rpc import DATA_PORT, METHODS, SEND_IMAGES, SENT_CHUNK_BYTES
 from vlm_worker.wire.sockets import identity_at, open_channel, open_secure_channel
 from vlm_worker.wire.status import error_of_call

@@ -11,11 +11,12 @@ from worker.answers import image_item, make_image
 from worker.engine.by_hand import ByHand
 from worker.engine.talk import text
 
-from vlm_worker.core.prefetch import PrefetchOutcome, PrefetchResult, whole_blocks
 from vlm_worker.engine import prefetches
+from vlm_worker.engine.prefetches import whole_blocks
 from vlm_worker.errors import ContextTooLongError, DrainingError
 from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import Request, RequestKey, SamplingParams, TokenEvent
+from vlm_worker.wire.prefetch_messages import PrefetchOutcome, PrefetchResult
 
 BLOCK_SIZE = 4
 CHUNK = 8

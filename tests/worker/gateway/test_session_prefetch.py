@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from worker.gateway.image_files import ask, png
 from worker.gateway.stack import ONE_PROCESS, TOPOLOGIES, Stack, stack_of
 
-from vlm_worker.core.prefetch import PrefetchOutcome
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.gateway.session_prefetch import (
@@ -26,8 +25,9 @@ from vlm_worker.gateway.session_prefetch import (
     plan,
 )
 from vlm_worker.types import ImageItem, Request, RequestKey, Role, SamplingParams
+from vlm_worker.wire.prefetch_messages import PrefetchOutcome
 
-QUESTION = "What is on this picture, and which colours does it have, from left to right?"
+QUESTION = "What is in this image, and which colours does it have, from left to right?"
 
 
 def client(served: Stack) -> openai.AsyncOpenAI:

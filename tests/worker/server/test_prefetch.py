@@ -7,11 +7,10 @@ import asyncio
 import pytest
 from worker.server.serving import request_of, serving
 
-from vlm_worker.core.prefetch import PrefetchOutcome, PrefetchResult
 from vlm_worker.errors import DrainingError, IncompatibleError
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.messages import PrefillCall
-from vlm_worker.wire.prefetch_messages import PrefetchCall
+from vlm_worker.wire.prefetch_messages import PrefetchCall, PrefetchOutcome, PrefetchResult
 
 
 async def test_a_prefetch_is_computed_once_and_found_by_the_next_prompt() -> None:

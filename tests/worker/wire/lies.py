@@ -9,7 +9,6 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from vlm_worker.core.prefetch import PrefetchOutcome, PrefetchResult
 from vlm_worker.types import (
     FinishReason,
     ImageItem,
@@ -24,7 +23,13 @@ from vlm_worker.types import (
 )
 from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
-from vlm_worker.wire.prefetch_messages import PREFETCH_CALL, PREFETCH_REPLY, PrefetchCall
+from vlm_worker.wire.prefetch_messages import (
+    PREFETCH_CALL,
+    PREFETCH_REPLY,
+    PrefetchCall,
+    PrefetchOutcome,
+    PrefetchResult,
+)
 
 KEY = RequestKey("r-1", 1)
 SOURCE = Source("127.0.0.1:9", b"b" * 16, "t-1", b"f" * 16)

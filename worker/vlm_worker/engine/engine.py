@@ -26,7 +26,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from vlm_worker.core.prefetch import PrefetchResult
 from vlm_worker.engine.attempts import BlockLoan
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.embedding_reads import READ_SECONDS
@@ -39,6 +38,7 @@ from vlm_worker.engine.state import State
 from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
 from vlm_worker.wire.messages import CancelOutcome
+from vlm_worker.wire.prefetch_messages import PrefetchResult
 
 
 class Engine:

@@ -8,6 +8,9 @@ limit, no counter of requests and no step of a request ever contains it: a reque
 the chunk that is being computed. It encodes nothing: an embedding that no cache in memory has ends
 it (docs/decisions/0045).
 
+    prompt   |b b b b|b b b b|b b . .      whole blocks only: a hit covers no others
+    image            ^^^^^^^^^^^^          a block that ends inside an image is left out
+
 Laws (tests/worker/engine/test_prefetches.py):
 
     P1  a request has the same tokens with prefetches as without
@@ -24,7 +27,6 @@ from typing import Final
 
 from vlm_worker.core.encoder_cache import Entry
 from vlm_worker.core.persistent_batch import BatchBuilder, PersistentBatch
-from vlm_worker.core.prefetch import PrefetchOutcome, PrefetchResult, whole_blocks
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_values import StepPlan
@@ -32,7 +34,8 @@ from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.errors import DrainingError
-from vlm_worker.types import Request, RequestKey
+from vlm_worker.types import Request, RequestKey, SamplingParams
+from vlm_worker.wire.prefetch_messages import PrefetchOutcome, PrefetchResult
 
 logger = logging.getLogger(__name__)
 
@@ -214,3 +217,23 @@ class Prefetches:
             self._scheduler()[0].remove(running.sequence)
         num_cached = running.hit_blocks * self._sequences.pool.block_size
         running.answer(PrefetchResult(outcome, num_cached, running.num_computed - num_cached))
+
+
+def whole_blocks(request: Request, *, block_size: int) -> Request | None:
+    """The request cut to the whole blocks that it shares with every continuation; None if none.
+
+    The cut is before an image that does not end within these blocks.
+    """
+    end = len(request.token_ids) // block_size * block_size
+    for item in request.items:
+        if item.offset < end < item.end:
+            end = item.offset // block_size * block_size
+    if not end:
+        return None
+    return dataclasses.replace(
+        request,
+        token_ids=request.token_ids[:end],
+        num_prompt_tokens=end,
+        items=tuple(item for item in request.items if item.end <= end),
+        sampling=SamplingParams(max_tokens=1),
+    )

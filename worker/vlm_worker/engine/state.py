@@ -16,7 +16,6 @@ from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.encoder_cache import EncoderCache
 from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
 from vlm_worker.core.limits import QueueLimit
-from vlm_worker.core.prefetch import PrefetchResult
 from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import EngineContext, Track
 from vlm_worker.engine.embedding_files import EmbeddingFiles
@@ -40,6 +39,7 @@ from vlm_worker.errors import CancelledError, DrainingError, WorkerError
 from vlm_worker.metrics import COUNTER, Metric
 from vlm_worker.types import Request, RequestKey
 from vlm_worker.wire.messages import CancelOutcome
+from vlm_worker.wire.prefetch_messages import PrefetchResult
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from vlm_worker.core.prefetch import PrefetchOutcome
 from vlm_worker.errors import WorkerError
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.pod_caches import RequestDigests
@@ -27,7 +26,7 @@ from vlm_worker.gateway.pod_registry import PodConnection, Registry
 from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.route import Route
 from vlm_worker.types import Request, RequestKey, SamplingParams
-from vlm_worker.wire.prefetch_messages import PrefetchCall
+from vlm_worker.wire.prefetch_messages import PrefetchCall, PrefetchOutcome
 
 logger = logging.getLogger(__name__)
 

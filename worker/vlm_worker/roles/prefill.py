@@ -25,7 +25,6 @@ from contextlib import aclosing
 from typing import Any, Self
 
 from vlm_worker.core.kv_cache import content_of
-from vlm_worker.core.prefetch import PrefetchResult
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, DrainingError, EngineError, Refusal
 from vlm_worker.roles.attempt_registry import AttemptHandle, check_fingerprint
@@ -54,7 +53,7 @@ from vlm_worker.wire.messages import (
     PrefillDone,
     Reply,
 )
-from vlm_worker.wire.prefetch_messages import PrefetchCall
+from vlm_worker.wire.prefetch_messages import PrefetchCall, PrefetchResult
 
 
 @dataclasses.dataclass(slots=True)

@@ -336,7 +336,7 @@ ENCODE_REPLY: Final[Codec[Reply[EncodeEvent]]] = Codec(
 # ---- requests and tokens ------------------------------------------------------------------------
 
 
-def check_request(call: Any) -> None:  # Prefill, Prefetch or Decode
+def check_items(call: Any) -> None:  # Prefill, Prefetch or Decode
     request: Request = call.request
     num_tokens = len(request.token_ids)
     if request.num_prompt_tokens > num_tokens:
@@ -425,7 +425,7 @@ PrefillEvent = Accepted | FirstToken | PrefillDone
 Codec(Accepted, pb.PrefillAccepted)
 Codec(FirstToken, pb.FirstToken)
 Codec(PrefillDone, pb.PrefillDone)
-PREFILL_CALL: Final = Codec(PrefillCall, pb.PrefillRequest, check=check_request)
+PREFILL_CALL: Final = Codec(PrefillCall, pb.PrefillRequest, check=check_items)
 PREFILL_REPLY: Final[Codec[Reply[PrefillEvent]]] = Codec(
     Reply,
     pb.PrefillReply,
@@ -493,7 +493,7 @@ RESERVE_CALL: Final = Codec(ReserveCall, pb.ReserveRequest)
 RESERVATION: Final = Codec(Reservation, pb.ReserveReply)
 Codec(Tokens, pb.Tokens, check=_check_tokens)
 Codec(Finished, pb.Finished)
-DECODE_CALL: Final = Codec(DecodeCall, pb.DecodeRequest, check=check_request)
+DECODE_CALL: Final = Codec(DecodeCall, pb.DecodeRequest, check=check_items)
 DECODE_REPLY: Final[Codec[Reply[DecodeEvent]]] = Codec(
     Reply, pb.DecodeReply, events={"tokens": Tokens, "finished": Finished}
 )
