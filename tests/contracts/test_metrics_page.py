@@ -12,7 +12,13 @@ from worker.authority import Authority
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
 from vlm_worker.core.measurements import Histogram
-from vlm_worker.engine.settings import DiskStats, EncoderCacheStats, EngineStats, KVStats
+from vlm_worker.engine.settings import (
+    DiskStats,
+    EncoderCacheStats,
+    EngineStats,
+    KVStats,
+    SessionPinStats,
+)
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.gateway.metrics import GatewayMetrics
 from vlm_worker.gateway.session_prefetch import OUTCOMES
@@ -49,6 +55,7 @@ def worker_exposition() -> str:
     }
     engine = EngineStats(
         encoder_cache=EncoderCacheStats(disk=DiskStats(capacity_bytes=1)),
+        session_pins=SessionPinStats({"memory": 1}, {"memory": 1}, {"expired": 1}),
         kv=KVStats(640),
         kv_request_bytes=((Modality.IMAGE, sizes),),
         counters=counters,

@@ -227,6 +227,7 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
         "parallelism": pool.parallelism.to_dict(),
         "kv": None if pool.kv is None else _as_stored(pool.kv.to_dict()),
         **_disk(pool.encoder_cache),
+        **_session_pins(pool.encoder_cache),
         "engine": _as_stored(pool.engine.to_dict()),
         "pod": _EMPTY_OVERLAY,
         **_pod_template(pool.pod_template),
@@ -246,6 +247,12 @@ def _as_stored(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _disk(cache: EncoderCache | None) -> dict[str, Any]:
     """Return {} without a disk, so that older digests, which lack the key, stay equal."""
     return {} if cache is None or cache.disk is None else {"encoderDisk": cache.disk.to_dict()}
+
+
+def _session_pins(cache: EncoderCache | None) -> dict[str, Any]:
+    """Return {} without pins, so that older digests, which lack the key, stay equal."""
+    seconds = None if cache is None else cache.session_pin_seconds
+    return {} if seconds is None else {"sessionPinSeconds": seconds}
 
 
 def _pod_template(template: PodTemplate) -> dict[str, Any]:

@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "role": "user", "content": "hi", "n": 2, "frequency_penalty": 0.5, "presence_penalty": -2,
     "logit_bias": {"7": -100, "9": 1.5}, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1,
     "ignore_eos": True, "priority": -5, "best_of": 1, "visual": "low",
+    "prompt_cache_key": "c",
 }  # fmt: skip
 # What goes only with something else, or has another form at the other endpoint.
 TOGETHER: dict[tuple[str, str], Any] = {

@@ -98,7 +98,7 @@ def test_a_decode_call_survives(request: Request) -> None:
 def test_an_encode_call_survives() -> None:
     items = tuple(messages.EncodeItem(t, 100, 640, 480, 12, 5000, "JPEG") for t in ("t", "u"))
     call = messages.EncodeCall(
-        KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3
+        KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3, pins_session=True
     )
     message = pb.EncodeBegin.FromString(messages.ENCODE_CALL.encode(call).SerializeToString())
     assert messages.ENCODE_CALL.decode(message) == call

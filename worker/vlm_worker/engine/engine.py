@@ -96,11 +96,17 @@ class Engine:
     # ---- encoder ---------------------------------------------------------------------------------
 
     def encode(
-        self, key: RequestKey, images: Sequence[PreparedImage], *, priority: int = 0
+        self,
+        key: RequestKey,
+        images: Sequence[PreparedImage],
+        *,
+        priority: int = 0,
+        pins_session: bool = False,
     ) -> EventStream[EncodeEvent]:
         """Encode images, or find them in the cache. Item numbers are positions in `images`.
 
-        Images of a larger priority run first, except before images that waited too long.
+        Images of a larger priority run first, except before images that waited too long. With
+        `pins_session`, they are evicted after others for `session_pin_seconds`.
 
         Each ready item stays pinned for (key, item) until `release_embedding` or `cancel`. The
         stream ends after one event per item. If a limit is reached, or while draining, each item
@@ -109,7 +115,9 @@ class Engine:
         stream: EventStream[EncodeEvent] = EventStream(key)
 
         def work(state: State) -> None:
-            state.encode_requests.encode(key, tuple(images), stream, priority=priority)
+            state.encode_requests.encode(
+                key, tuple(images), stream, priority=priority, pins_session=pins_session
+            )
 
         def refuse(error: EngineError) -> None:
             stream.close_with(*(ItemFailed(item, error) for item in range(len(images))))

@@ -17,6 +17,7 @@ from vlm_worker.core.encoder_cache import EncoderCache
 from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
 from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
+from vlm_worker.core.session_pins import DropReason
 from vlm_worker.engine.attempts import EngineContext, Track
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.encode_requests import EncodeRequests
@@ -32,6 +33,7 @@ from vlm_worker.engine.settings import (
     EngineStats,
     KVStats,
     QueueStats,
+    SessionPinStats,
     TierStats,
 )
 from vlm_worker.engine.step_loop import StepLoop
@@ -221,11 +223,26 @@ class State:
             work_admitted_seconds_total=started_seconds + encode_requests.queue.admitted_seconds,
             kv=_kv_stats(sequences.pool, queued_tokens, prefetching=self.prefetches.num_blocks),
             encoder_cache=_encoder_cache_stats(encode_requests.cache, encode_requests.reads.stats),
+            session_pins=self._session_pin_stats(),
             requests=sequences.num_requests,
             kv_request_bytes=sequences.usage.buckets,
             busy=self.context.busy.sums,
             invariant_violations=self.num_violations,
             counters={metric.stats or metric.name: metric.value(self) for metric in COUNTERS},
+        )
+
+    def _session_pin_stats(self) -> SessionPinStats | None:
+        if not self._settings.session_pin_seconds:
+            return None
+        requests = self.encode_requests
+        memory, disk = requests.cache.session_pins, requests.reads.session_pins
+        return SessionPinStats(
+            entries={"memory": len(memory), "disk": len(disk)},
+            bytes={"memory": memory.num_bytes, "disk": disk.num_bytes},
+            dropped={
+                reason.value: memory.num_dropped[reason] + disk.num_dropped[reason]
+                for reason in DropReason
+            },
         )
 
     def _queue_stats(self) -> QueueStats:

@@ -145,7 +145,9 @@ class Preparer:
             return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
 
         prepared = self._prepared_request(ask, prompt_without, images)
-        return dataclasses.replace(prepared, next_turn=next_turn) if next_turn else prepared
+        if next_turn is None and not request.is_session:
+            return prepared
+        return dataclasses.replace(prepared, next_turn=next_turn, pins_session=request.is_session)
 
     def _next_turn(
         self, messages: Sequence[Message], images: Sequence[RequestImage]

@@ -222,7 +222,7 @@ class EncodeRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[EncodeBegin, _Mapping]] = ..., chunk: _Optional[_Union[EncodeChunk, _Mapping]] = ...) -> None: ...
 
 class EncodeBegin(_message.Message):
-    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority")
+    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority", "pins_session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class EncodeBegin(_message.Message):
     LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
     ON_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PINS_SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
@@ -237,7 +238,8 @@ class EncodeBegin(_message.Message):
     last_resort: bool
     on_corrupt: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    pins_session: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ..., pins_session: _Optional[bool] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
     __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction")

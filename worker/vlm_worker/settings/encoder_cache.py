@@ -21,6 +21,8 @@ class EncoderCacheSettings:
             again.
         embedding_disk_dir: if set, embeddings that leave memory are written there, and read again.
             Only a worker with the stage encoder has this tier. No other process uses the directory.
+        session_pin_seconds: an image of a request with `prompt_cache_key` is evicted after images
+            without for so long after its last use, within half of the bytes of memory and disk.
     """
 
     embedding_cache_bytes: int = option(
@@ -45,3 +47,17 @@ class EncoderCacheSettings:
     embedding_disk_age_seconds: int = option(
         "--embedding-disk-age-seconds", at_least(1), 86400, "after which a file is deleted"
     )
+    session_pin_seconds: int = option(
+        "--session-pin-seconds",
+        at_least(0),
+        0,
+        "for which the images of a conversation are evicted after others; 0: never",
+    )
+
+    def __post_init__(self) -> None:
+        if self.session_pin_seconds > self.embedding_ttl_seconds:
+            raise ValueError(
+                f"--session-pin-seconds ({self.session_pin_seconds}) must be at most "
+                f"--embedding-ttl-seconds ({self.embedding_ttl_seconds:g}): an embedding leaves "
+                "memory then; raise the latter, or lower the former"
+            )

@@ -238,6 +238,7 @@ class EncodeCall:
     last_resort: bool = False
     skip_corrupt: Annotated[bool, an.Choice("on_corrupt", true="Skip", false="Reject")] = False
     priority: Priority = 0
+    pins_session: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -210,6 +210,7 @@ MAX_TOKENS = 2**20
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
+MAX_SESSION_KEY = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,9 +230,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
+    """A chat. If `is_session`, the client named the conversation by `prompt_cache_key`."""
+
     options: Options
     messages: tuple[Message, ...]
     visual: Visual | None = None
+    is_session: bool = False
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -255,8 +259,9 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
     options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
     visual = _visual(fields)
+    is_session = bool(fields.text("prompt_cache_key", max_length=MAX_SESSION_KEY))
     fields.done()
-    return ChatRequest(options, (yield from _messages(messages)), visual)
+    return ChatRequest(options, (yield from _messages(messages)), visual, is_session)
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:

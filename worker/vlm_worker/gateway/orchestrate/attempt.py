@@ -398,6 +398,7 @@ class Encoding:
             ),
             cache_salt=self._prepared.cache_salt,
             last_resort=self._choice.last_resort,
+            pins_session=self._prepared.pins_session,
             skip_corrupt=self._prepared.skip_corrupt,
             priority=self._prepared.priority,
         )
