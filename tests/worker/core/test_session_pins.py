@@ -233,5 +233,5 @@ def test_a_file_that_was_not_written_has_no_pin() -> None:
 def test_a_pin_that_would_outlast_its_embedding_is_refused_by_name() -> None:
     assert EncoderCacheSettings().session_pin_seconds == 0
     settings = EncoderCacheSettings(embedding_ttl_seconds=60.0, session_pin_seconds=60)
-    with pytest.raises(ValueError, match=r"--session-pin-seconds \(61\).*--embedding-ttl-seconds"):
+    with pytest.raises(ValueError, match=r"--session-pin-seconds: 61 .*--embedding-ttl-seconds"):
         dataclasses.replace(settings, session_pin_seconds=61)

@@ -324,7 +324,7 @@ class EncoderCache:
         return self.session_pins.first_without(cache_tier.idle) or cache_tier.oldest
 
     def _may_demote(self, entry: Entry) -> bool:
-        """Whether the cold tier has room for an entry without evicting pinned ones for it (E8)."""
+        """Whether an entry fits into the cold tier without evicting one with a session pin (E8)."""
         pins, cold = self.session_pins, self.cold
         if not len(pins) or pins.first_without((entry,)) is None:
             return True

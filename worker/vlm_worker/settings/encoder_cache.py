@@ -55,9 +55,17 @@ class EncoderCacheSettings:
     )
 
     def __post_init__(self) -> None:
-        if self.session_pin_seconds > self.embedding_ttl_seconds:
-            raise ValueError(
-                f"--session-pin-seconds ({self.session_pin_seconds}) must be at most "
-                f"--embedding-ttl-seconds ({self.embedding_ttl_seconds:g}): an embedding leaves "
-                "memory then; raise the latter, or lower the former"
-            )
+        problem = session_pin_problem(self.session_pin_seconds, self.embedding_ttl_seconds)
+        if problem is not None:
+            raise ValueError(problem)
+
+
+def session_pin_problem(pin_seconds: float, ttl_seconds: float) -> str | None:
+    """Why an embedding cannot have a session pin for so long; None if it can."""
+    if pin_seconds <= ttl_seconds:
+        return None
+    return (
+        f"--session-pin-seconds: {pin_seconds} is more than --embedding-ttl-seconds "
+        f"({ttl_seconds:g}), after which an embedding leaves memory: raise the latter, or lower "
+        "the former"
+    )
