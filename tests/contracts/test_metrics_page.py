@@ -12,9 +12,16 @@ from worker.authority import Authority
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
 from vlm_worker.core.measurements import Histogram
-from vlm_worker.engine.settings import DiskStats, EncoderCacheStats, EngineStats, KVStats
+from vlm_worker.engine.settings import (
+    DiskStats,
+    EncoderCacheStats,
+    EngineStats,
+    KVStats,
+    SessionPinStats,
+)
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.gateway.session_prefetch import OUTCOMES
 from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.metrics import WorkerMetrics
@@ -48,6 +55,7 @@ def worker_exposition() -> str:
     }
     engine = EngineStats(
         encoder_cache=EncoderCacheStats(disk=DiskStats(capacity_bytes=1)),
+        session_pins=SessionPinStats({"memory": 1}, {"memory": 1}, {"expired": 1}),
         kv=KVStats(640),
         kv_request_bytes=((Modality.IMAGE, sizes),),
         counters=counters,
@@ -65,6 +73,7 @@ def gateway_exposition(identity: IdentityStore | None = None) -> str:
     """The metrics of a gateway that has answered a request."""
     meters = GatewayMetrics()
     meters.identity = identity
+    meters.prefetches.update(dict.fromkeys(OUTCOMES, 0))
     meters.first_token(1.0, dict.fromkeys(STAGES, 0.1), Modality.IMAGE, 0.5)
     meters.next_token(0.1)
     meters.record_images(["native"], 64)

@@ -40,8 +40,7 @@ from vlm_worker.model.memory import (
     num_kv_blocks,
     step_bytes,
 )
-from vlm_worker.settings import WorkerSettings
-from vlm_worker.settings.values import EncoderCacheSettings
+from vlm_worker.settings import EncoderCacheSettings, WorkerSettings
 from vlm_worker.types import EmbedLayout, Stage
 
 ROOT = Path(__file__).parents[2]

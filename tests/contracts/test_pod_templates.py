@@ -39,6 +39,7 @@ def planned() -> TurnPlan:
     manifest["spec"].pop("tracing")
     manifest["spec"].pop("identity")
     manifest["spec"]["gateway"].pop("tls")
+    manifest["spec"]["gateway"].pop("sessionPrefetch")
     for pool in manifest["spec"]["pools"].values():
         pool.pop("podTemplate", None)
         pool.get("kv", {}).pop("visualPercent", None)

@@ -32,11 +32,12 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.options import MAX_PORT
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey, Role
-from vlm_worker.wire import messages
+from vlm_worker.wire import messages, prefetch_messages
 from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.identity import IdentityError, ServiceIdentity
 from vlm_worker.wire.identity_store import IdentityStore
+from vlm_worker.wire.prefetch_messages import PrefetchResult
 from vlm_worker.wire.rpc import DATA_PORT, METHODS, SEND_IMAGES, SENT_CHUNK_BYTES
 from vlm_worker.wire.sockets import identity_at, open_channel, open_secure_channel
 from vlm_worker.wire.status import error_of_call
@@ -143,6 +144,14 @@ class WorkerClient:
         return self._replies(
             "Prefill", messages.PREFILL_CALL.encode(call), messages.PREFILL_REPLY, timeout
         )
+
+    async def prefetch(
+        self, call: prefetch_messages.PrefetchCall, *, timeout: float
+    ) -> PrefetchResult:
+        """Compute the beginning of a prompt while the worker is idle; returns how that ended."""
+        request = prefetch_messages.PREFETCH_CALL.encode(call)
+        reply = await self._unary("Prefetch", request, timeout=timeout)
+        return self._read(prefetch_messages.PREFETCH_REPLY.decode, reply)
 
     def decode(
         self, call: messages.DecodeCall, *, timeout: float

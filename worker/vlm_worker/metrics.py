@@ -82,6 +82,7 @@ IMAGES_TOTAL: Final = "triptych_images_total"  # counter
 REQUESTS_TOTAL: Final = "triptych_requests_total"
 ROUTED_CACHED_TOKENS_TOTAL: Final = "triptych_routed_cached_tokens_total"  # counter {stage}
 KNOWN_CACHE_ENTRIES: Final = "triptych_known_cache_entries"  # gauge
+SESSION_PREFETCHES_TOTAL: Final = "triptych_session_prefetches_total"  # counter {outcome}
 # counter {bound}: memory, tenant_memory, waiting, connections
 LENT_REQUESTS_TOTAL: Final = "triptych_lent_requests_total"
 IMAGE_FETCHES_TOTAL: Final = "triptych_image_fetches_total"

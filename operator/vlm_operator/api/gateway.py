@@ -195,6 +195,12 @@ class Gateway(Model):
         unset="Later",
         restarts=Restarts.GATEWAY,
     )
+    session_prefetch: bool = field(
+        False,
+        "Whether idle prefill pods compute the next turn of a conversation after an answer.",
+        example=True,
+        restarts=Restarts.GATEWAY,
+    )
     drain: GatewayDrain = field(GatewayDrain(), "How gateway pods end.", restarts=Restarts.NONE)
     auth: Auth = field(Auth(), "Authentication of clients.", restarts=Restarts.GATEWAY)
     tls: Tls = field(

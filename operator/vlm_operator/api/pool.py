@@ -118,6 +118,15 @@ class EncoderCache(Model):
     disk: EmbeddingDisk | None = field(
         None, "Keeps the embeddings that leave memory.", unset="none is kept"
     )
+    session_pin_seconds: int | None = field(
+        None,
+        "Time after its last use for which an image of a chat with prompt_cache_key is evicted "
+        "after others.",
+        example=300,
+        unset="0: never",
+        ge=0,
+        le=600,
+    )
 
 
 class Drain(Model):

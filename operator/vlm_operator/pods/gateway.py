@@ -132,7 +132,8 @@ def _limit_arguments(gateway: Gateway) -> list[str]:
         "--patience-seconds": gateway.patience_seconds,
         "--client-priority": None if priority is None else priority.value.lower(),
     }
-    return [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    prefetch = ["--session-prefetch"] if gateway.session_prefetch else []
+    return [*(f"{flag}={value}" for flag, value in flags.items() if value is not None), *prefetch]
 
 
 def _visual(visual: Visual) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from vlm_operator import names
 from vlm_operator.api import Pool, Variant, VLMService, quantity, stages
 from vlm_operator.api.placement import Placement, ResourceRequirements, Toleration
-from vlm_operator.api.pool import KvCache
+from vlm_operator.api.pool import EncoderCache, KvCache
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.pods.overlay import with_overlay
@@ -104,6 +104,7 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
         f"--kv-dtype={model.kv_cache_dtype.value.lower()}",
         *_kv_arguments(pool.kv),
         *disk_mount(pool.encoder_cache).args,
+        *_session_pin_arguments(pool.encoder_cache),
         *_thread_arguments(variant),
         f"--drain-timeout-seconds={settled.drain_seconds}",
         f"--compat={settled.compat}",
@@ -145,6 +146,11 @@ def _resources(variant: Variant, requests: Mapping[str, str]) -> Part:
     if added := {name: size for name, size in requests.items() if name not in own}:
         resources["requests"] = {**resources.get("requests", {}), **added}
     return resources
+
+
+def _session_pin_arguments(cache: EncoderCache | None) -> list[str]:
+    seconds = None if cache is None else cache.session_pin_seconds
+    return [] if seconds is None else [f"--session-pin-seconds={seconds}"]
 
 
 def _kv_arguments(kv: KvCache | None) -> list[str]:

@@ -227,6 +227,7 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
         "parallelism": pool.parallelism.to_dict(),
         "kv": None if pool.kv is None else _as_stored(pool.kv.to_dict()),
         **_disk(pool.encoder_cache),
+        **_session_pins(pool.encoder_cache),
         "engine": _as_stored(pool.engine.to_dict()),
         "pod": _EMPTY_OVERLAY,
         **_pod_template(pool.pod_template),
@@ -248,6 +249,12 @@ def _disk(cache: EncoderCache | None) -> dict[str, Any]:
     return {} if cache is None or cache.disk is None else {"encoderDisk": cache.disk.to_dict()}
 
 
+def _session_pins(cache: EncoderCache | None) -> dict[str, Any]:
+    """Return {} without pins, so that older digests, which lack the key, stay equal."""
+    seconds = None if cache is None else cache.session_pin_seconds
+    return {} if seconds is None else {"sessionPinSeconds": seconds}
+
+
 def _pod_template(template: PodTemplate) -> dict[str, Any]:
     """Return {} for an empty template, so that older digests, which lack the key, stay equal."""
     return {} if template.is_empty else {"podTemplate": template.to_dict()}
@@ -256,7 +263,7 @@ def _pod_template(template: PodTemplate) -> dict[str, Any]:
 def _gateway_flags(gateway: Gateway) -> dict[str, Any]:
     """Return the set flags only, so that older digests, which lack the keys, stay equal."""
     fields = gateway.to_dict()
-    names = ("limits", "patienceSeconds", "clientPriority")
+    names = ("limits", "patienceSeconds", "clientPriority", "sessionPrefetch")
     return {name: fields[name] for name in names if fields.get(name)}
 
 

@@ -14,7 +14,12 @@ from vlm_worker.gateway.pod_registry import Connect
 from vlm_worker.serve.worker import worker
 from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.worker_server import WorkerServer
-from vlm_worker.settings import GatewaySettings, ModelSource, WorkerSettings
+from vlm_worker.settings import (
+    EncoderCacheSettings,
+    GatewaySettings,
+    ModelSource,
+    WorkerSettings,
+)
 from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import Role, Stage
 
@@ -75,6 +80,7 @@ async def started(
     runner: str = "checksum",
     trace_ratio: float = 0.0,
     max_lent: int = 0,
+    session_pin_seconds: int = 0,
     **delays: float,
 ) -> AsyncIterator[Worker]:
     """A worker that is ready."""
@@ -93,6 +99,7 @@ async def started(
         runner=runner,
         trace_ratio=trace_ratio,
         max_lent_requests=max_lent,
+        encoder_cache=EncoderCacheSettings(session_pin_seconds=session_pin_seconds),
     )
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with worker(settings, stopping=never) as server:
@@ -162,6 +169,7 @@ async def stack(
     one_process: bool = False,
     runner: str = "checksum",
     trace_ratio: float = 0.0,
+    session_pin_seconds: int = 0,
     **changes: object,
 ) -> AsyncIterator[Stack]:
     """A gateway before workers of these roles and stages; all torn down in the end.
@@ -177,6 +185,7 @@ async def stack(
                         stages,
                         runner=runner,
                         trace_ratio=trace_ratio,
+                        session_pin_seconds=session_pin_seconds,
                         **(worker_delays or {}),
                     )
                 )
@@ -198,8 +207,8 @@ ONE_PROCESS = "one process"
 """The gateway in the process of a colocated worker."""
 
 
-def stack_of(name: str) -> contextlib.AbstractAsyncContextManager[Stack]:
-    """A stack in one of `TOPOLOGIES`, or in one process."""
+def stack_of(name: str, **changes: object) -> contextlib.AbstractAsyncContextManager[Stack]:
+    """A stack in one of `TOPOLOGIES`, or in one process, with these settings of the gateway."""
     if name == ONE_PROCESS:
-        return stack(*COLOCATED, one_process=True)
-    return stack(*TOPOLOGIES[name])
+        return stack(*COLOCATED, one_process=True, **changes)  # type: ignore[arg-type]
+    return stack(*TOPOLOGIES[name], **changes)  # type: ignore[arg-type]

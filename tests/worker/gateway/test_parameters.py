@@ -47,7 +47,7 @@ VALUES: dict[str, Any] = {
     "logit_bias": {"7": -100, "9": 1.5}, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1,
     "ignore_eos": True, "priority": -5, "best_of": 1, "visual": "low", "reasoning_effort": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "json_object"}, "prompt_cache_key": "c",
 }  # fmt: skip
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 # What goes only with something else, or has another form at the other endpoint.

@@ -29,6 +29,7 @@ from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.identity import CALLERS, Certificate, IdentityError, ServiceIdentity, refusal
 from vlm_worker.wire.identity_store import IdentityStore
 from vlm_worker.wire.messages import FetchCall, PrefillCall, ReserveCall
+from vlm_worker.wire.prefetch_messages import PrefetchCall
 from vlm_worker.wire.rpc import METHODS
 
 OWN = ServiceIdentity("n", "s", Role.DECODE)
@@ -120,6 +121,7 @@ async def attacks(client: WorkerClient) -> None:
     for attempt in (
         lambda: client.reserve(ReserveCall(request.key, 21), timeout=5),
         lambda: _all(client.prefill(PrefillCall(request, "t-9", ()), timeout=5)),
+        lambda: client.prefetch(PrefetchCall(request), timeout=5),
         lambda: _all(client.fetch(Fetch.KV, fetch, timeout=5)),
         lambda: _all(client.fetch(Fetch.EMBEDDING, fetch, timeout=5)),
         lambda: client.hello(timeout=5),

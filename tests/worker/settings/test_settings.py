@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vlm_worker.settings import (
     AdmissionPolicy,
+    EncoderCacheSettings,
     GatewaySettings,
     ModelSource,
     ServeSettings,
@@ -157,6 +158,9 @@ WRONG = {
         ],
         "--kv-memory-percent: at most 30",
     ),
+    "a session pin that outlasts its embedding": (
+        ["encoder", *CONTRACT_WORKER, "--session-pin-seconds=601"], "--embedding-ttl-seconds (600)"
+    ),
     "an unknown delay": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=nap=3"], "kv_transfer"),
     "a delay too long": (["decode", *CONTRACT_WORKER, "--inject-delay-ms=media=99999"], "60000"),
     "a hub model without revision": (HF, "--model-revision"),
@@ -222,6 +226,15 @@ def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
     return known.get(kind, st.integers(1 << 28, 1 << 40))
 
 
+# A pin may not outlast its embedding.
+TOGETHER: dict[Any, dict[str, st.SearchStrategy[Any]]] = {
+    EncoderCacheSettings: {
+        "embedding_ttl_seconds": st.floats(600, 86400),
+        "session_pin_seconds": st.integers(0, 600),
+    }
+}
+
+
 def settings_of(cls: type[T], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
     """Settings with any values of their options; of flags that exclude each other one is set."""
     fields: dict[str, st.SearchStrategy[Any]] = dict(given)
@@ -229,7 +242,7 @@ def settings_of(cls: type[T], **given: st.SearchStrategy[Any]) -> st.SearchStrat
         if field.name in given:
             continue
         if nested := field.metadata.get("group"):
-            fields[field.name] = settings_of(nested)
+            fields[field.name] = settings_of(nested, **TOGETHER.get(nested, {}))
         elif declared := field.metadata.get("option"):
             optional = st.none() if field.default is None else st.nothing()
             excluded = declared.exclusive and declared.flag != "--kv-memory-bytes"

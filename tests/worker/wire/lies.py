@@ -23,6 +23,13 @@ from vlm_worker.types import (
 )
 from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
+from vlm_worker.wire.prefetch_messages import (
+    PREFETCH_CALL,
+    PREFETCH_REPLY,
+    PrefetchCall,
+    PrefetchOutcome,
+    PrefetchResult,
+)
 
 KEY = RequestKey("r-1", 1)
 SOURCE = Source("127.0.0.1:9", b"b" * 16, "t-1", b"f" * 16)
@@ -74,6 +81,7 @@ def server_doors() -> dict[str, Door]:
     return {
         "Encode": _door(messages.ENCODE_CALL, encoding),
         "Prefill": _door(messages.PREFILL_CALL, prefilling),
+        "Prefetch": _door(PREFETCH_CALL, PrefetchCall(REQUEST)),
         "Reserve": _door(messages.RESERVE_CALL, messages.ReserveCall(KEY, 9)),
         "Decode": _door(messages.DECODE_CALL, decoding),
         "FetchKV": _door(messages.FETCH_CALL, fetch),
@@ -115,6 +123,7 @@ def client_doors() -> dict[str, Door]:
         },
         "Hello": _door(messages.HELLO, hello),
         "Load": _door(messages.LOAD, load),
+        "Prefetched": _door(PREFETCH_REPLY, PrefetchResult(PrefetchOutcome.COMPUTED, 16, 48)),
         "Reservation": _door(messages.RESERVATION, reservation),
         "Cancelled": _door(messages.CANCEL_REPLY, cancelled),
         "Renewed": _door(messages.RENEW_REPLY, messages.RenewReply(frozenset({"a"}))),

@@ -27,6 +27,7 @@ from vlm_worker.types import (
 )
 from vlm_worker.wire import messages
 from vlm_worker.wire.codec import Codec
+from vlm_worker.wire.prefetch_messages import PREFETCH_CALL, PrefetchCall
 
 KEY = RequestKey("01J9-abc_d.e:f/g", 3)
 SOURCE = Source("[::1]:9000", b"b" * 16, "t-1", b"f" * 16)
@@ -82,6 +83,13 @@ def test_a_prefill_call_survives(request: Request, handoff: bool, last_resort: b
 
 
 @given(requests())
+def test_a_prefetch_call_survives(request: Request) -> None:
+    call = PrefetchCall(request)
+    message = pb.PrefetchRequest.FromString(PREFETCH_CALL.encode(call).SerializeToString())
+    assert PREFETCH_CALL.decode(message) == call
+
+
+@given(requests())
 def test_a_decode_call_survives(request: Request) -> None:
     call = messages.DecodeCall(request, "reservation", SOURCE, b"x" * 16)
     message = pb.DecodeRequest.FromString(messages.DECODE_CALL.encode(call).SerializeToString())
@@ -91,7 +99,7 @@ def test_a_decode_call_survives(request: Request) -> None:
 def test_an_encode_call_survives() -> None:
     items = tuple(messages.EncodeItem(t, 100, 640, 480, 12, 5000, "JPEG") for t in ("t", "u"))
     call = messages.EncodeCall(
-        KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3
+        KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3, pins_session=True
     )
     message = pb.EncodeBegin.FromString(messages.ENCODE_CALL.encode(call).SerializeToString())
     assert messages.ENCODE_CALL.decode(message) == call

@@ -14,6 +14,8 @@ Laws (tests/worker/core/test_disk_index.py):
         returns none for RETRY_SECONDS
     D3  only complete files are victims: expired ones first, then least recently used
     D4  equal calls give equal victims
+    D5  a file with a session pin is a victim only if no other complete file is left; it expires as
+        the others
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Final
+
+from vlm_worker.core.session_pins import MAX_PERCENT, DropReason, SessionPins
 
 RETRY_SECONDS: Final = 60.0
 """After a deletion that failed, no expired file is deleted for so long: others may fail, too."""
@@ -52,8 +56,10 @@ class DiskIndex:
         self.num_evictions = 0
         self.num_expirations = 0
         self.num_put_back = 0
+        self.session_pins: SessionPins[str] = SessionPins(max_bytes=max_bytes * MAX_PERCENT // 100)
         self._max_age_seconds = max_age_seconds
         self._next_expiry = math.inf  # no complete file expires before
+        self._pinned_until = -math.inf  # of the last session pin
         self._retry_at = -math.inf  # no expired file is deleted before
         self._files: dict[str, StoredFile] = {}
         self._writing: dict[str, StoredFile] = {}
@@ -82,6 +88,18 @@ class DiskIndex:
         if name in self._files:
             self._files[name] = self._files.pop(name)
 
+    def pin_for_session(self, name: str, *, seconds: float, now: float) -> None:
+        """Make a file a victim after all others for so long; it is complete or being written.
+
+        A pin never ends before one that was made earlier.
+        """
+        file = self._files.get(name) or self._writing.get(name)
+        if file is None:
+            return
+        self.session_pins.expire(now=now)
+        self._pinned_until = max(self._pinned_until, now + seconds)
+        self.session_pins.pin(name, file.num_bytes, until=self._pinned_until)
+
     def is_writing(self, name: str) -> bool:
         return name in self._writing
 
@@ -96,6 +114,7 @@ class DiskIndex:
         if reserved + file.num_bytes > self.max_bytes:
             return None
         victims = self.expire(now=now)
+        self.session_pins.expire(now=now)
         if file.name in self._files:
             victims.append(self.remove(file.name))
         victims += self._make_room(file.num_bytes)
@@ -112,9 +131,11 @@ class DiskIndex:
     def abort_write(self, name: str) -> None:
         """The file was not written, and is not on the disk."""
         self.num_bytes -= self._writing.pop(name).num_bytes
+        self.session_pins.drop(name, DropReason.REPLACED)
 
-    def remove(self, name: str) -> StoredFile:
+    def remove(self, name: str, reason: DropReason = DropReason.REPLACED) -> StoredFile:
         """Forget a complete file; the caller deletes it."""
+        self.session_pins.drop(name, reason)
         file = self._files.pop(name)
         self.num_bytes -= file.num_bytes
         return file
@@ -133,7 +154,7 @@ class DiskIndex:
         expired = [file for file in self._files.values() if self._is_expired(file, now)]
         self.num_expirations += len(expired)
         for file in expired:
-            self.remove(file.name)
+            self.remove(file.name, DropReason.EXPIRED)
         written = (file.written_at for file in self._files.values())
         self._next_expiry = min(written, default=math.inf) + self._max_age_seconds
         return expired
@@ -142,13 +163,15 @@ class DiskIndex:
         """Raise AssertionError if the files and the counts disagree."""
         files = [*self._files.values(), *self._writing.values()]
         assert self.num_bytes == sum(file.num_bytes for file in files)
+        self.session_pins.check()
         is_bounded = self.num_bytes <= self.max_bytes or self.num_put_back
         assert is_bounded, "D1: the disk tier exceeds its bound"
 
     def _make_room(self, num_bytes: int) -> list[StoredFile]:
         victims = []
         while self._files and self.num_bytes + num_bytes > self.max_bytes:
-            victims.append(self.remove(next(iter(self._files))))
+            name = self.session_pins.first_without(self._files) or next(iter(self._files))
+            victims.append(self.remove(name, DropReason.EVICTED))
         self.num_evictions += len(victims)
         return victims
 

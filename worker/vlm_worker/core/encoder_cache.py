@@ -9,7 +9,8 @@ leave memory, and counts what it reads.
 
 HOT is device memory, COLD is host memory. A pinned entry is HOT. Idle entries have one order: least
 recently used first, each cold entry before each hot one. All entries have the same TTL, so this is
-also the order of expiry. If a copy between the tiers fails, the entry is discarded.
+also the order of expiry. Session pins change what is evicted; then a cold entry may be newer than a
+hot one. If a copy between the tiers fails, the entry is discarded.
 
 A key covers the pixels and each effective parameter of their preprocessing, the resolution
 included: an image at another resolution has another key.
@@ -23,6 +24,8 @@ Laws (tests/worker/core/test_encoder_cache.py):
     E5  an entry whose length differs from the request's visual tokens is discarded, not served
     E6  pinned entries may exceed the budget, so the largest item always fits; idle ones may not
     E7  a failed item leaves no entry
+    E8  of a tier, an entry with a session pin is evicted only if no other idle one is left there
+        (`session_pins`); no entry without one is demoted to evict it. Expiry is not affected.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ import enum
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, Final, Protocol
+
+from vlm_worker.core.session_pins import MAX_PERCENT, DropReason, SessionPins
 
 NO_SCORES: Final = memoryview(b"")
 
@@ -66,6 +71,7 @@ class Entry:
         expires: seconds on the clock of `now`.
         pins: the owners that use it.
         scores: of a cold entry's embedding, if there is a disk tier.
+        session_seconds: of the session pin that it gets when it is ready; 0 for none.
         is_from_disk: the disk tier filled it.
         counts_as_disk: its next counted hit is one of the disk tier.
         waiters: called once when the entry is ready (None) or has failed.
@@ -80,6 +86,7 @@ class Entry:
     tier: Tier = Tier.HOT
     pins: set[Hashable] = dataclasses.field(default_factory=set)
     scores: memoryview = NO_SCORES
+    session_seconds: float = 0.0
     is_from_disk: bool = False
     counts_as_disk: bool = False
     waiters: list[Callable[[Exception | None], None]] = dataclasses.field(default_factory=list)
@@ -106,6 +113,13 @@ class CacheTier:
     def oldest(self) -> Entry:
         """The least recently used idle entry."""
         return next(iter(self.idle))
+
+    def append(self, entry: Entry) -> None:
+        """Make an entry the most recently used idle one that expires no later."""
+        last = next(reversed(self.idle), None)
+        self.idle[entry] = None
+        if last is not None and last.expires > entry.expires:  # it had a session pin
+            self.idle = dict.fromkeys(sorted(self.idle, key=lambda one: one.expires))
 
     def add(self, entry: Entry) -> None:
         self.num_bytes += entry.num_bytes
@@ -142,6 +156,8 @@ class EncoderCache:
         self.num_disk_hits = 0
         self.on_leave: Callable[[Entry], None] | None = None
         self.can_leave: Callable[[Entry], bool] = lambda _: True
+        max_pinned = (max_bytes + cold_bytes) * MAX_PERCENT // 100
+        self.session_pins: SessionPins[Entry] = SessionPins(max_bytes=max_pinned)
         self._codec = codec
         self._ttl_seconds = ttl_seconds
         self._listed: dict[bytes, Entry] = {}
@@ -224,6 +240,17 @@ class EncoderCache:
         if not entry.pins:
             self._settle(entry, now)
 
+    def pin_for_session(self, entry: Entry, *, seconds: float, now: float) -> None:
+        """Evict an entry after all others for so long, from when it is ready.
+
+        `seconds` must be the same in every call.
+        """
+        if not entry.ready:
+            entry.session_seconds = seconds
+        elif self._is_listed(entry):
+            self.session_pins.expire(now=now)
+            self.session_pins.pin(entry, entry.num_bytes, until=now + seconds)
+
     # ---- for the encoder -------------------------------------------------------------------------
 
     def complete(self, entry: Entry, embedding: Any, *, now: float) -> None:
@@ -234,6 +261,8 @@ class EncoderCache:
         entry.num_bytes = self._codec.embedding_bytes(embedding)
         entry.expires = now + self._ttl_seconds
         self.hot.add(entry)
+        if entry.session_seconds:
+            self.pin_for_session(entry, seconds=entry.session_seconds, now=now)
         if not entry.pins:
             self._settle(entry, now)
         self._evict_excess(now)
@@ -260,11 +289,14 @@ class EncoderCache:
             assert entry.ready, "E1: an idle entry is not filled"
             assert not entry.pins, "E1: an idle entry is pinned"
             assert self._is_listed(entry), "an idle entry cannot be found"
-        expiries = [entry.expires for entry in idle]
-        assert expiries == sorted(expiries), "E1: the order of use is not that of expiry"
+        orders = [[*self.cold.idle], [*self.hot.idle]] if self.session_pins.is_used else [idle]
+        for order in orders:
+            expiries = [entry.expires for entry in order]
+            assert expiries == sorted(expiries), "E1: the order of use is not that of expiry"
         assert self.cold.num_entries == len(self.cold.idle), "E3: a cold entry is in use"
         assert self.cold.num_bytes == sum(entry.buffer.nbytes for entry in self.cold.idle)
         assert self.cold.num_bytes <= self.cold.max_bytes, "E6: the cold tier exceeds its budget"
+        self.session_pins.check()
         over = self.hot.num_bytes > self.hot.max_bytes
         assert not (over and self.hot.idle), "E6: idle entries exceed the hot tier's budget"
 
@@ -273,29 +305,45 @@ class EncoderCache:
         if hot.num_bytes <= hot.max_bytes:
             return
         self.expire(now=now)
+        self.session_pins.expire(now=now)
         while hot.num_bytes > hot.max_bytes and hot.idle:
             hot.num_evictions += 1
-            entry = hot.oldest
-            if entry.num_bytes > cold.max_bytes:
+            entry = self._victim(hot)
+            if entry.num_bytes > cold.max_bytes or not self._may_demote(entry):
                 self._evict(entry)
                 continue
             while cold.num_bytes + entry.num_bytes > cold.max_bytes:
                 cold.num_evictions += 1
-                self._evict(cold.oldest)
+                self._evict(self._victim(cold))
             self._demote(entry)
+
+    def _victim(self, cache_tier: CacheTier) -> Entry:
+        """The idle entry that leaves a tier next (E8)."""
+        if not len(self.session_pins):
+            return cache_tier.oldest
+        return self.session_pins.first_without(cache_tier.idle) or cache_tier.oldest
+
+    def _may_demote(self, entry: Entry) -> bool:
+        """Whether an entry fits into the cold tier without evicting one with a session pin (E8)."""
+        pins, cold = self.session_pins, self.cold
+        if not len(pins) or pins.first_without((entry,)) is None:
+            return True
+        kept = sum(one.num_bytes for one in cold.idle if pins.first_without((one,)) is None)
+        return kept + entry.num_bytes <= cold.max_bytes
 
     def _evict(self, entry: Entry) -> None:
         self.num_evictions += 1
-        self._leave(entry)
+        self._leave(entry, DropReason.EVICTED)
 
     def _expire(self, entry: Entry) -> None:
         self.num_expirations += 1
-        self._leave(entry)
+        self._leave(entry, DropReason.EXPIRED)
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: Entry, reason: DropReason) -> None:
         """Discard a filled entry without pins that could be used again."""
         if self.on_leave is not None:
             self.on_leave(entry)
+        self.session_pins.drop(entry, reason)
         self._discard(entry)
 
     def _demote(self, entry: Entry) -> None:
@@ -310,7 +358,7 @@ class EncoderCache:
         self.hot.remove(entry)
         entry.tier, entry.buffer = Tier.COLD, rows
         self.cold.add(entry)
-        self.cold.idle[entry] = None
+        self.cold.append(entry)
         self.num_demotions += 1
 
     def _promote(self, entry: Entry, now: float) -> bool:
@@ -355,6 +403,7 @@ class EncoderCache:
         """Hide an entry from lookups; it is dropped at once, or with its last pin."""
         if self._is_listed(entry):
             del self._listed[entry.image_key]
+            self.session_pins.drop(entry, DropReason.REPLACED)
         if not entry.pins:
             self._drop(entry)
 

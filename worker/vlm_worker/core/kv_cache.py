@@ -19,6 +19,7 @@ Laws (reference: vLLM's block pool; tests/worker/core/test_kv_cache.py checks ea
     K8  an image enters a hash by its image key, never by its placeholders alone (`hash_block`)
     K9  while visual blocks exceed their share of the cached ones, the oldest of them is evicted
         first. If none exceeds 100 %, the order is that of least recent use (ADR 0036)
+    K10 each prefetched block is unused until a request hits it (used) or it is evicted (wasted)
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class BlockPool:
         self.num_cached = 0  # free blocks with a hash
         self.num_evictions = 0  # cached blocks that were taken for other content
         self.num_visual_evictions = 0  # of them, visual ones
+        self.num_prefetched = 0  # blocks that a prefetch published
+        self.num_prefetched_used = 0  # of them, those that a request has hit
+        self.num_prefetched_wasted = 0  # of them, those that were evicted before
         self.num_gains = 0  # events that may let a refused `take` succeed: freed or published
         self._ref = [0] * num_blocks
         self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(
@@ -58,6 +62,7 @@ class BlockPool:
         self._cached_visual: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._prefetched: set[int] = set()  # published by a prefetch, and not hit since
 
     @property
     def capacity(self) -> int:
@@ -171,6 +176,19 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._is_visual[block] = is_visual
 
+    def count_prefetched(self, blocks: Sequence[int]) -> None:
+        """Count the published ones of these blocks as prefetched (K10)."""
+        new = {block for block in blocks if self._hash_of[block] is not None} - self._prefetched
+        self.num_prefetched += len(new)
+        self._prefetched |= new
+
+    def count_used(self, blocks: Sequence[int]) -> None:
+        """Count the prefetched ones of the blocks that a request has hit."""
+        if self._prefetched:
+            used = self._prefetched.intersection(blocks)
+            self.num_prefetched_used += len(used)
+            self._prefetched -= used
+
     def invalidate(self, blocks: Sequence[int]) -> None:
         """Remove blocks from the prefix cache: their data may be wrong."""
         for block in blocks:
@@ -196,6 +214,9 @@ class BlockPool:
         hashed = {block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
         assert hashed.issuperset(b for b, is_visual in enumerate(self._is_visual) if is_visual)
         blocks = {h: b for b, h in enumerate(self._hash_of) if h is not None}
+        assert self._prefetched <= hashed, "K10: a prefetched block has no hash"
+        ended = self.num_prefetched_used + self.num_prefetched_wasted
+        assert self.num_prefetched == ended + len(self._prefetched), "K10: a block is not counted"
         assert blocks == self._block_of, "the prefix index and the blocks' hashes disagree"
 
     def _acquire(self, block: int) -> None:
@@ -236,6 +257,9 @@ class BlockPool:
         assert block_hash is not None
         self._hash_of[block], self._is_visual[block] = None, False
         del self._block_of[block_hash]
+        if block in self._prefetched:
+            self._prefetched.remove(block)
+            self.num_prefetched_wasted += 1
 
 
 def root_hash(cache_salt: bytes, adapter: bytes) -> bytes:

@@ -20,6 +20,7 @@ from typing import Final
 from vlm_worker.core.disk_index import DiskIndex, StoredFile
 from vlm_worker.core.embedding_file import HEAD_BYTES, StoredEmbedding, file_name
 from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
+from vlm_worker.core.session_pins import SessionPins
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.embedding_files import EmbeddingFiles, Ended, ReadJob, WriteJob
 from vlm_worker.engine.encoder_batches import EncoderQueue
@@ -110,6 +111,11 @@ class EmbeddingReads:
             return False
         now = self._files.wall_clock()
         return self._index.find(file_name(image_key), now=now) is not None
+
+    @property
+    def session_pins(self) -> SessionPins[str]:
+        """The session pins of files."""
+        return self._index.session_pins
 
     @property
     def seconds_left(self) -> float | None:
@@ -296,6 +302,7 @@ class EmbeddingReads:
                 scores = self._copies.export_scores(entry.buffer)
             if known is not None and (known.has_scores or not scores.nbytes):
                 self._index.touch(name)
+                self._pin_as(entry, name)
                 return
             num_bytes = entry.num_bytes + scores.nbytes + HEAD_BYTES  # of the header, the most
             if self._index.is_writing(name) or self._waiting_bytes + num_bytes > BUFFER_BYTES:
@@ -316,6 +323,14 @@ class EmbeddingReads:
         self._waiting_bytes += num_bytes
         stored = StoredEmbedding(entry.image_key, entry.num_tokens, rows, scores)
         self._files.write(WriteJob(tuple(victims), file, stored))
+        self._pin_as(entry, name)
+
+    def _pin_as(self, entry: Entry, name: str) -> None:
+        """Give the file of an entry that leaves memory the rest of its session pin."""
+        assert self._files is not None
+        seconds = self._cache.session_pins.seconds_left(entry, now=self._context.clock())
+        if seconds:
+            self._index.pin_for_session(name, seconds=seconds, now=self._files.wall_clock())
 
     def _write_ended(self, job: WriteJob, ended: Ended) -> None:
         if job.file is not None:

@@ -180,6 +180,7 @@ class EncodeRequests:
         stream: EventStream[EncodeEvent],
         *,
         priority: int = 0,
+        pins_session: bool = False,
     ) -> None:
         if not images:
             self._events.end(stream)
@@ -197,6 +198,8 @@ class EncodeRequests:
         attempt.acquire(call)
         for item, image in enumerate(images):
             self._begin(call, item, image)
+        if pins_session and self._settings.session_pin_seconds:
+            self._pin_for_session(key, len(images))
         self.unpin_cached(key)  # each is pinned as an item now
 
     def export(self, key: RequestKey, item: int) -> memoryview:
@@ -250,6 +253,19 @@ class EncodeRequests:
             counted=not self._is_encoded(key),  # else its `encode` was counted
         )
 
+    def cached(self, image: ImageItem, owner: Hashable) -> Entry | None:
+        """Pin the complete entry of an image in memory for `owner`; it counts no hit."""
+        entry = self.find(image)
+        if entry is None or not entry.ready:
+            return None
+        return self.cache.lookup(
+            image.image_key,
+            owner,
+            num_tokens=image.num_tokens,
+            now=self._clock(),
+            counted=False,
+        )
+
     def check_size(self, image: ImageItem, rows: memoryview) -> None:
         """Raise CorruptTransferError if the rows are not those of an image, places included."""
         row_bytes = self._runner.embed_layout.row_bytes_of(image.reduction)
@@ -273,6 +289,13 @@ class EncodeRequests:
             self.reads.abandon(entry)
 
     # ---- parts -----------------------------------------------------------------------------------
+    def _pin_for_session(self, key: RequestKey, num_items: int) -> None:
+        """Pin the embeddings that the items of a call got, as far as they did not fail."""
+        seconds, now = self._settings.session_pin_seconds, self._clock()
+        for item in range(num_items):
+            if (pin := self._item_pin(key, item)) is not None:
+                self.cache.pin_for_session(pin.entry, seconds=seconds, now=now)
+
     def _cached_pins(self, key: RequestKey) -> list[EmbeddingPin]:
         return [pin for pin in self._attempts.of(key, EmbeddingPin) if pin.item is None]
 

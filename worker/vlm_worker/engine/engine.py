@@ -11,6 +11,7 @@ The calls by role:
     encoder   encode -> ItemReady -> export_embedding -> release_embedding
     prefill   submit_prefill(for_peer=True) -> [NeedItems -> put_embedding]
               -> BlocksReady -> readable_blocks -> TokenEvent -> release
+              prefetch -> the whole blocks of a prompt are cached, if no request comes
     decode    reserve -> receive -> [a thread writes -> confirm_blocks, or import_blocks]
               -> start_decode -> TokenEvent ... FinishedEvent
 
@@ -35,9 +36,10 @@ from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, ReceiveResult
 from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
-from vlm_worker.errors import EngineError
+from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
 from vlm_worker.wire.messages import CancelOutcome
+from vlm_worker.wire.prefetch_messages import PrefetchResult
 
 
 class Engine:
@@ -100,11 +102,17 @@ class Engine:
     # ---- encoder ---------------------------------------------------------------------------------
 
     def encode(
-        self, key: RequestKey, images: Sequence[PreparedImage], *, priority: int = 0
+        self,
+        key: RequestKey,
+        images: Sequence[PreparedImage],
+        *,
+        priority: int = 0,
+        pins_session: bool = False,
     ) -> EventStream[EncodeEvent]:
         """Encode images, or find them in the cache. Item numbers are positions in `images`.
 
-        Images of a larger priority run first, except before images that waited too long.
+        Images of a larger priority run first, except before images that waited too long. With
+        `pins_session`, they are evicted after others for `session_pin_seconds`.
 
         Each ready item stays pinned for (key, item) until `release_embedding` or `cancel`. The
         stream ends after one event per item. If a limit is reached, or while draining, each item
@@ -113,7 +121,9 @@ class Engine:
         stream: EventStream[EncodeEvent] = EventStream(key)
 
         def work(state: State) -> None:
-            state.encode_requests.encode(key, tuple(images), stream, priority=priority)
+            state.encode_requests.encode(
+                key, tuple(images), stream, priority=priority, pins_session=pins_session
+            )
 
         def refuse(error: EngineError) -> None:
             stream.close_with(*(ItemFailed(item, error) for item in range(len(images))))
@@ -177,6 +187,30 @@ class Engine:
             request.key,
             lambda state, stream: state.sequences.submit(request, stream, for_peer=for_peer),
         )
+
+    async def prefetch(self, request: Request) -> PrefetchResult:
+        """Compute the whole blocks of a prompt into the prefix cache while no request is here.
+
+        It ends as soon as a request comes, and needs the embeddings of its images in memory.
+
+        Raises:
+            DrainingError: this worker takes no new work.
+            WorkerError: the request cannot run here.
+        """
+        future: asyncio.Future[PrefetchResult] = asyncio.get_running_loop().create_future()
+
+        def work(state: State) -> None:
+            try:
+                state.prefetch(request, functools.partial(state.events.answer, future))
+            except WorkerError as error:
+                state.events.answer(future, error)
+
+        self._thread.post(Command(work, functools.partial(refuse, future)))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._thread.post(Command(lambda state: state.prefetches.cancel(request.key)))
+            raise
 
     async def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
         """Deliver the embedding of an item that NeedItems named; idempotent.

@@ -71,7 +71,8 @@ class ReceiveResult:
 class Sequences:
     """The generations of one engine. Engine thread only. `Engine` documents the commands.
 
-    The step loop updates `work`, the step time model.
+    The step loop updates `work`, the step time model. `on_new` is called before a new request takes
+    blocks.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Sequences:
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
         self.work = StepTimeModel()
+        self.on_new: Callable[[], None] = lambda: None
         self._limits = context.limits
         self._positions = positions
         self._runner = runner
@@ -137,14 +139,19 @@ class Sequences:
 
     def check_new(self, key: RequestKey) -> None:
         """Raise if no sequence or reservation may begin under this key."""
-        if not self.pool.capacity:
-            raise EngineError("neither prefill nor decode is loaded here")
+        self.check_loaded()
         if self._draining:
             raise DrainingError("this worker is draining")
+        self.on_new()
         attempt = self.attempts.get(key)
         in_use = attempt is not None and attempt.sequence is not None
         if in_use or self.attempts.has_ended(key):
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} was used already")
+
+    def check_loaded(self) -> None:
+        """Raise EngineError if this engine has no KV."""
+        if not self.pool.capacity:
+            raise EngineError("neither prefill nor decode is loaded here")
 
     def _check_limits(self, num_tokens: int, *, for_peer: bool) -> None:
         """Raise OverloadedError if a prompt may not wait.
@@ -172,7 +179,14 @@ class Sequences:
         return retry_after(self.predict(self.scheduler.waiting.num_tokens) + seconds)
 
     def make(self, request: Request, *, for_peer: bool) -> Sequence:
-        """Make a sequence; raises the error of a request that cannot run here."""
+        """Make and count a sequence; raises the error of a request that cannot run here."""
+        sequence = self.build(request, arrival=self._arrivals + 1, for_peer=for_peer)
+        self._arrivals += 1
+        self.num_requests += 1
+        return sequence
+
+    def build(self, request: Request, *, arrival: int, for_peer: bool) -> Sequence:
+        """Build a sequence; raises the error of a request that cannot run here."""
         settings = self.settings
         validate_request(
             request,
@@ -187,11 +201,9 @@ class Sequences:
         except Exception as error:  # nothing that a request says may end the thread
             raise EngineError(f"the positions of the prompt failed: {error!r}") from error
         matcher = self._matcher(request.sampling.grammar)
-        self._arrivals += 1
-        self.num_requests += 1
         return Sequence(
             request=request,
-            arrival=self._arrivals,
+            arrival=arrival,
             arrived_at=self._clock(),
             token_ids=np.array(request.token_ids, np.int32),
             positions=positions,
@@ -305,6 +317,7 @@ class Sequences:
                 f"{reserved.num_blocks} KV blocks are reserved, the request needs {needed}",
                 retry_after_seconds=self.retry_after_seconds(),
             )
+        pool.count_used(shared)
         sequence.status = Status.RECEIVING
         sequence.blocks = shared + blocks
         sequence.num_computed_tokens = num_tokens

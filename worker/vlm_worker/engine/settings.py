@@ -66,7 +66,8 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
     strict: bool = False
 
     def __post_init__(self) -> None:
-        """Reject settings under which a request could wait forever."""
+        """Reject settings under which a request could wait forever, or a pin outlast its entry."""
+        EncoderCacheSettings.__post_init__(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -178,6 +179,15 @@ class EncoderCacheStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SessionPinStats:
+    """Session pins of memory and disk, by tier (`memory`, `disk`); dropped ones by reason."""
+
+    entries: Mapping[str, int]
+    bytes: Mapping[str, int]
+    dropped: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot by the engine thread: what decisions read, and `counters` for all others.
 
@@ -187,6 +197,7 @@ class EngineStats:
     the computed work and its duration. `kv_request_bytes` are histograms of the KV bytes of ended
     answers, by modality. `num_unencoded_images` counts the queued images and those of the current
     batch. `lent_queued_seconds` is the queued work of prompts if images go first, else 0.
+    `session_pins` is None if the settings allow none.
     """
 
     inflight: int = 0
@@ -204,6 +215,7 @@ class EngineStats:
     work_admitted_seconds_total: float = 0.0
     kv: KVStats | None = None
     encoder_cache: EncoderCacheStats = EncoderCacheStats()
+    session_pins: SessionPinStats | None = None
     requests: int = 0
     kv_request_bytes: tuple[tuple[Modality, Buckets], ...] = ()
     busy: Mapping[WorkKind, BusyTime] = dataclasses.field(default_factory=dict)

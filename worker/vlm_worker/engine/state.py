@@ -1,6 +1,7 @@
 """Everything that the engine thread owns, and one turn of it.
 
 turn:  a batch of images (`encoder_batches`) -> a step of the language model (`step_loop`)
+       without a request, a chunk of a prefetch (`prefetches`)
        with `images_first`, no step while images are left, apart from one every MAX_YIELD_SECONDS
 idle:  resources that were not freed (`check_idle`)        any time:  statistics (`snapshot`)
 """
@@ -16,11 +17,13 @@ from vlm_worker.core.encoder_cache import EncoderCache
 from vlm_worker.core.kv_cache import BlockPool, PrefixCounts
 from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
+from vlm_worker.core.session_pins import DropReason
 from vlm_worker.engine.attempts import EngineContext, Track
 from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import EmbeddingFiles
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, OutputEvent
+from vlm_worker.engine.prefetches import Prefetches
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, Sequences
@@ -31,13 +34,15 @@ from vlm_worker.engine.settings import (
     EngineStats,
     KVStats,
     QueueStats,
+    SessionPinStats,
     TierStats,
 )
 from vlm_worker.engine.step_loop import StepLoop
 from vlm_worker.errors import CancelledError, DrainingError, WorkerError
 from vlm_worker.metrics import COUNTER, Metric
-from vlm_worker.types import RequestKey
+from vlm_worker.types import Request, RequestKey
 from vlm_worker.wire.messages import CancelOutcome
+from vlm_worker.wire.prefetch_messages import PrefetchResult
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +74,8 @@ class State:
         self.prompt_embeddings = PromptEmbeddings(self.context, self.encode_requests)
         self.sequences = Sequences(self.context, positions, self.prompt_embeddings)
         self.step_loop = StepLoop(self.context, self.sequences, self.prompt_embeddings)
+        self.prefetches = Prefetches(self.context, self.sequences, self.encode_requests)
+        self.sequences.on_new = self.prefetches.give_way
         self.num_violations = 0
         self._yields_since: float | None = None
         self._settings = settings
@@ -85,6 +92,22 @@ class State:
         return None
 
     def turn(self) -> bool:
+        """Take one turn of the requests, or of a prefetch; False if there is no work."""
+        if not self.is_idle:
+            self.prefetches.give_way()
+        return self._turn() or self.prefetches.turn()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is here, in any state."""
+        return not self.attempts.by_key and not self.encode_requests.queue.num_unencoded
+
+    def prefetch(self, request: Request, answer: Callable[[PrefetchResult], None]) -> None:
+        """Start a prefetch; raises as `Prefetches.start` does."""
+        self.sequences.check_loaded()
+        self.prefetches.start(request, answer, is_idle=self.is_idle)
+
+    def _turn(self) -> bool:
         """Take what was read, run one batch of images and one step; False if there is no work."""
         is_read = self.encode_requests.reads.turn()
         if len(self.encode_requests.queue):
@@ -136,10 +159,12 @@ class State:
 
     def drain(self) -> int:
         error = DrainingError("this worker's drain deadline has come")
+        self.prefetches.drain()
         return self.encode_requests.drain(error) + self.sequences.drain(error)
 
     def fail_pending(self, error: WorkerError) -> None:
         """End all streams with an error; the thread ends. The accounting stays as it is."""
+        self.prefetches.give_way()
         self.encode_requests.fail_pending(error)
         self.sequences.fail_pending(error)
 
@@ -153,6 +178,8 @@ class State:
     def violations(self) -> list[str]:
         """Resources that are held although no request is in flight. Called while idle."""
         self.encode_requests.cache.expire(now=self._clock())
+        if self.prefetches.num_blocks:
+            return []
         if any(attempt.holds(Track.GENERATION) for attempt in self.attempts.by_key.values()):
             return []
         pool, index = self.sequences.pool, self.encode_requests.cache
@@ -198,13 +225,28 @@ class State:
             work_queued_seconds=prompt_seconds + encode_requests.queue.seconds,
             lent_queued_seconds=lent_seconds,
             work_admitted_seconds_total=started_seconds + encode_requests.queue.admitted_seconds,
-            kv=_kv_stats(sequences.pool, queued_tokens),
+            kv=_kv_stats(sequences.pool, queued_tokens, prefetching=self.prefetches.num_blocks),
             encoder_cache=_encoder_cache_stats(encode_requests.cache, encode_requests.reads.stats),
+            session_pins=self._session_pin_stats(),
             requests=sequences.num_requests,
             kv_request_bytes=sequences.usage.buckets,
             busy=self.context.busy.sums,
             invariant_violations=self.num_violations,
             counters={metric.stats or metric.name: metric.value(self) for metric in COUNTERS},
+        )
+
+    def _session_pin_stats(self) -> SessionPinStats | None:
+        if not self._settings.session_pin_seconds:
+            return None
+        requests = self.encode_requests
+        memory, disk = requests.cache.session_pins, requests.reads.session_pins
+        return SessionPinStats(
+            entries={"memory": len(memory), "disk": len(disk)},
+            bytes={"memory": memory.num_bytes, "disk": disk.num_bytes},
+            dropped={
+                reason.value: memory.num_dropped[reason] + disk.num_dropped[reason]
+                for reason in DropReason
+            },
         )
 
     def _queue_stats(self) -> QueueStats:
@@ -245,16 +287,19 @@ def _encoder_cache_stats(cache: EncoderCache, disk: DiskStats) -> EncoderCacheSt
     )
 
 
-def _kv_stats(pool: BlockPool, queued_tokens: int) -> KVStats | None:
-    """Whole blocks, in tokens. Reservations count against empty blocks before cached ones."""
+def _kv_stats(pool: BlockPool, queued_tokens: int, *, prefetching: int) -> KVStats | None:
+    """Whole blocks, in tokens. Reservations count against empty blocks before cached ones.
+
+    The blocks of a prefetch count as cached: a request takes them.
+    """
     if not pool.capacity:
         return None
     free = max(pool.num_free - pool.num_cached - pool.num_reserved, 0)
     return KVStats(
         capacity_tokens=pool.capacity * pool.block_size,
-        running_tokens=pool.num_used * pool.block_size,
+        running_tokens=(pool.num_used - prefetching) * pool.block_size,
         reserved_tokens=pool.num_reserved * pool.block_size,
-        cached_tokens=(pool.num_available - free) * pool.block_size,
+        cached_tokens=(pool.num_available - free + prefetching) * pool.block_size,
         free_tokens=free * pool.block_size,
         queued_tokens=queued_tokens,
         visual_cached_tokens=pool.num_cached_visual * pool.block_size,
@@ -290,12 +335,22 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
            lambda state: _constrained(state, "num_masks")),
     Metric("triptych_token_mask_seconds_total", COUNTER, "Time to fill masks.",
            lambda state: _constrained(state, "mask_seconds")),
+    Metric("triptych_prefetched_tokens_total", COUNTER, "Tokens that prefetches computed.",
+           lambda state: _prefetched(state.sequences.pool),
+           label="use", stats="prefetched_tokens"),
 )  # fmt: skip
 
 
 def _constrained(state: State, field: str) -> float:
     constraints = state.context.constraints
     return 0.0 if constraints is None else float(getattr(constraints, field))
+
+
+def _prefetched(pool: BlockPool) -> dict[str, float]:
+    """Prefetched tokens by use: those that a request hit, those evicted before, and the rest."""
+    used, wasted = pool.num_prefetched_used, pool.num_prefetched_wasted
+    blocks = {"used": used, "wasted": wasted, "computed": pool.num_prefetched}
+    return {use: count * pool.block_size for use, count in blocks.items()}
 
 
 def _by_kind(prefix: PrefixCounts, field: str) -> dict[str, float]:

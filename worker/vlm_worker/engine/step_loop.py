@@ -142,6 +142,8 @@ class StepLoop:
         self.admitted_seconds += self._sequences.predict(new_tokens)
         if not sequence.output.scheduled:  # a preempted sequence would hit its own blocks
             sequence.output.scheduled = True
+            pool = self._scheduler.pool
+            pool.count_used(sequence.blocks[: sequence.num_cached_tokens // pool.block_size])
             self.prefix.add(
                 sequence.items,
                 num_tokens=sequence.num_tokens,

@@ -19,6 +19,7 @@ from vlm_worker.gateway.orchestrate.generation import RetryPolicy
 from vlm_worker.gateway.pod_registry import Connect, Registry
 from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.request_preparation import Preparer
+from vlm_worker.gateway.session_prefetch import SessionPrefetcher
 from vlm_worker.route import least_queued_seconds, missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor
@@ -74,7 +75,12 @@ class GatewayContext:
             salts=Salts(settings.served_name, lambda: self.config_watcher.now.keys),
             any_priority=settings.any_priority,
             fetcher=self.fetcher,
+            session_prefetch=settings.session_prefetch,
         )
+        self.prefetcher: SessionPrefetcher | None = None
+        if settings.session_prefetch:
+            self.prefetcher = SessionPrefetcher(self.registry, max_model_len=settings.max_model_len)
+            self.meters.prefetches = self.prefetcher.outcomes
         self.tracer: SpanExporter | None = None
         if settings.trace_ratio:
             from vlm_worker.tracing import Tracer

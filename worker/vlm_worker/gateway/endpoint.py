@@ -53,6 +53,7 @@ from vlm_worker.gateway.responses import (
     Send,
     Usage,
 )
+from vlm_worker.gateway.session_prefetch import EndedTurn
 from vlm_worker.route import UNCONSTRAINED
 from vlm_worker.telemetry import REQUEST_ID, Span
 from vlm_worker.types import Modality, TokenLogprobs
@@ -147,7 +148,10 @@ class Endpoint:
             )
             exchange.options = options
             held.prepared(prepared.num_bytes)
-            writer = self._writer(response, options, prepared, trace)
+            texts: list[str] = []
+            follows = prepared.next_turn is not None and options.num_choices == 1
+            on_text = texts.append if follows else None
+            writer = self._writer(response, options, prepared, trace, on_text=on_text)
             images = prepared.images
             tiers = [image.choice.tier for image in images]
             context.meters.record_images(tiers, sum(image.num_tokens for image in images))
@@ -159,6 +163,16 @@ class Endpoint:
                 await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
             except WorkerError as error:
                 raise _answer_to(error, exchange.request_id, images) from error
+            if follows:
+                self._prefetch(prepared, choices.first, "".join(texts))
+
+    def _prefetch(self, prepared: PreparedRequest, answered: Generation, text: str) -> None:
+        """Prefetch the next turn of a conversation whose answer has ended."""
+        prefetcher = self._context.prefetcher
+        answer = tuple(answered.delivered.token_ids)
+        turn = EndedTurn.of(prepared, answered.route, answered.request, answer=answer, text=text)
+        if prefetcher is not None and turn is not None and not self._context.draining:
+            prefetcher.ended(turn)
 
     def _ends(
         self, receive: Receive, trace: Trace, until: float | None
@@ -184,7 +198,13 @@ class Endpoint:
         )
 
     def _writer(
-        self, response: Response, options: Options, prepared: PreparedRequest, trace: Trace
+        self,
+        response: Response,
+        options: Options,
+        prepared: PreparedRequest,
+        trace: Trace,
+        *,
+        on_text: Callable[[str], object] | None,
     ) -> ResponseWriter:
         builder, form = self._context.prompt_builder, prepared.answer_form
         envelope = Envelope(
@@ -214,6 +234,7 @@ class Endpoint:
             with_logprobs=options.sampling.num_logprobs is not None,
             trace=trace,
             on_token=self._meter(prepared, trace),
+            on_text=on_text or _ignore,
         )
 
     def _meter(self, prepared: PreparedRequest, trace: Trace) -> Callable[[int], None]:
@@ -288,6 +309,10 @@ class Endpoint:
         )
 
 
+def _ignore(_: str) -> None:
+    """Without a prefetch, nobody collects the text."""
+
+
 def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImage]) -> ApiError:
     """Return the client's error for the error that ended a generation."""
     if isinstance(error, NoEncoderError):
@@ -335,6 +360,11 @@ class Choices:
             )
             for index in range(count)
         ]
+
+    @property
+    def first(self) -> Generation:
+        """The generation of the first choice."""
+        return self._generations[0]
 
     @property
     def num_output_tokens(self) -> int:

@@ -170,6 +170,8 @@ async def running(
             yield Gateway(context, public, admin, certificate)
         finally:
             await tasks.close()
+            if context.prefetcher is not None:
+                await context.prefetcher.close()
             await context.registry.close()
             await context.fetcher.close()
             await asyncio.to_thread(context.preparer.grammar_checks.close)

@@ -38,7 +38,8 @@ class GatewayMetrics:
     """All metrics of a gateway. Label values come from closed sets only.
 
     `now` is a time in seconds on the gateway's clock, here and in all methods. `memory` is the
-    budget of the requests. The owner of a PodCaches sets `caches`.
+    budget of the requests. The owner of a PodCaches sets `caches`, that of session prefetches
+    `prefetches`.
     """
 
     def __init__(self, now: float = 0.0, *, memory: MemoryBudget | None = None) -> None:
@@ -50,6 +51,7 @@ class GatewayMetrics:
         self.image_tiers: Counter[str] = Counter(dict.fromkeys(TIERS, 0))
         self.memory = memory or MemoryBudget(0)
         self.caches = PodCaches()
+        self.prefetches: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.refusals = Counter(dict.fromkeys(Bound, 0))
         self.fetches = Counter(dict.fromkeys(fetcher.OUTCOMES, 0))
@@ -259,6 +261,8 @@ _METRICS: Final[tuple[Metric[_Page], ...]] = (
            lambda page: page.num_lent),
     Metric(metrics.IMAGE_FETCHES_TOTAL, COUNTER, "Fetches of images by URL, by outcome.",
            lambda page: page.metrics.fetches, label="outcome"),
+    Metric(metrics.SESSION_PREFETCHES_TOTAL, COUNTER, "Session prefetches, by outcome.",
+           lambda page: page.metrics.prefetches or None, label="outcome"),
     Metric(metrics.GATEWAY_REFUSED_TOTAL, COUNTER, "Requests refused, by limit.",
            lambda page: page.metrics.refusals, label="bound"),
     Metric(metrics.GATEWAY_MEMORY_BYTES, GAUGE, "Bytes that requests hold.",

@@ -85,6 +85,17 @@ class RequestDigests:
         token_ids = (*prompt.token_ids, *answer[:-1])
         return _marks(token_ids, self._placed, self._salt, self._block_size)
 
+    def of_beginning(self, prompt: Prompt) -> tuple[Mark, ...]:
+        """The marks of another prompt with the same images, as a next turn begins."""
+        keys = (key for _, key in self._placed)
+        placed = tuple(zip(prompt.offsets, keys, strict=True))
+        return _marks(prompt.token_ids, placed, self._salt, self._block_size)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._block_size
+
 
 class PodCaches:
     """Digests by the pods that hold them: the least recently recorded goes first.

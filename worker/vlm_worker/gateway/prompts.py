@@ -7,12 +7,13 @@ Text of clients never becomes a control token.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -21,6 +22,7 @@ from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_poin
 from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
 from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
 from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.responding.builtin import Responding, choose
@@ -32,6 +34,14 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 # The end of a prompt in which an answer's beginning is looked for.
 _END_PIECES = 16
 _END_TEXT = 1024
+# Contents of a next message that have no beginning in common, as texts and as parts.
+_NEXT_CONTENTS: Final = (
+    "a",
+    "7 Z",
+    (TextPart("."),),
+    (TextPart("b"), ImagePart("", "auto", "")),
+    (ImagePart("", "auto", ""), TextPart("c")),
+)
 # Upper bound: normalizers shrink text most by composing Hangul and accents, to a third.
 _NORMALIZER_SHRINKS = 3
 
@@ -132,6 +142,36 @@ class PromptBuilder:
         if template is None:
             return ""
         return template.opening("".join(text for text, _ in pieces[-_END_PIECES:])[-_END_TEXT:])
+
+    def next_turn(
+        self, messages: Sequence[Message], answer: str, counts: Sequence[int]
+    ) -> Prompt | None:
+        """Build the beginning that all prompts share which continue a conversation.
+
+        They have `messages`, `answer` as the assistant's message, and one more message of the user.
+        The beginning ends with a control token: the tokens before it depend on no text behind it.
+        None if the template refuses such a conversation, or its prompts share no such beginning.
+        """
+        if not isinstance(self._template, ChatTemplate):
+            return None
+        begun = (*messages, Message("assistant", answer))
+        rendered = []
+        for content in _NEXT_CONTENTS:
+            with contextlib.suppress(ApiError):
+                rendered.append(
+                    self._template.render(Conversation((*begun, Message("user", content))))
+                )
+        pieces = self._pieces.shared(rendered)
+        if not pieces:
+            return None
+        token_ids = self._pieces.encode(pieces)
+        if pieces[0] != (self._bos, True):
+            token_ids = [*self._prefix, *token_ids]
+        try:
+            expanded, offsets = self.family.expand(token_ids, counts)
+        except InvalidRequestError:
+            return None
+        return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
 
     def completion(self, text: str) -> Prompt:
         return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))
@@ -294,6 +334,17 @@ class PieceEncoder:
             token_ids += tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids
 
+    def shared(self, renderings: Sequence[Sequence[PromptPiece]]) -> list[PromptPiece]:
+        """Return the pieces that all renderings begin with, to their last control token.
+
+        It is not the marker of an image: a family may write text behind an image, and that text
+        joins the next one.
+        """
+        shared = list(_shared_pieces(renderings))
+        while shared and (not shared[-1][1] or shared[-1] == self._marker):
+            shared.pop()
+        return shared
+
     def _written_out(self, pieces: Sequence[PromptPiece]) -> list[PromptPiece]:
         """Replace image markers by the family's image text and join adjacent texts."""
         out: list[PromptPiece] = []
@@ -314,6 +365,14 @@ class PieceEncoder:
                 f"tokenizer.json: has no control token {part}, which config.json names for images"
             )
         return content, True
+
+
+def _shared_pieces(renderings: Sequence[Sequence[PromptPiece]]) -> Iterator[PromptPiece]:
+    """Yield the pieces with which all renderings begin."""
+    for first, *others in zip(*renderings, strict=False):
+        if any(piece != first for piece in others):
+            return
+        yield first
 
 
 def _without_first_space(tokenizer: Tokenizer) -> Tokenizer:

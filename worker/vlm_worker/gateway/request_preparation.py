@@ -41,13 +41,15 @@ from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.turns import Steps, Turns
-from vlm_worker.gateway.visual import BrownOut, VisualPolicy, check_visual_tokens
+from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
 from vlm_worker.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
 LONG_TEXT_BYTES = 32 * 1024
+# Reductions that depend on the question or on load: the next turn may have another.
+_WHY_OF_ONE_TURN = frozenset({Why.CLASS, Why.LOAD, Why.CONTEXT})
 # No request waits longer than this for free KV.
 MAX_WAIT_SECONDS = 600.0
 
@@ -59,7 +61,10 @@ Guard = Callable[[Awaitable[Fetched]], Awaitable[Fetched]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preparer:
-    """Prepares requests. With `any_priority` clients may set a priority above the default."""
+    """Prepares requests. With `any_priority` clients may set a priority above the default.
+
+    With `session_prefetch`, a chat knows the beginning of its next turn.
+    """
 
     prompt_builder: PromptBuilder
     served_name: str
@@ -67,6 +72,7 @@ class Preparer:
     block_size: int
     salts: Salts
     any_priority: bool = False
+    session_prefetch: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
     fetcher: ImageFetcher = dataclasses.field(default_factory=ImageFetcher)
@@ -182,6 +188,9 @@ class Preparer:
         ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
         prompt = await self._prompt(said, images, num_bytes)
         fitted = self._fitted(ask, messages, images, prompt)
+        next_turn = None
+        if self.session_prefetch and not fitted.dropped and fitted.images == images:
+            next_turn = self._next_turn(messages, images)
         if fitted.dropped or fitted.images != images:
             said = _conversation_without(said, fitted.dropped)
             images = tuple(p for i, p in enumerate(fitted.images) if i not in fitted.dropped)
@@ -195,7 +204,13 @@ class Preparer:
 
         prepared = self._prepared_request(ask, prompt_without, images)
         form = self._answer_form(request, prompt.opening)
-        return dataclasses.replace(prepared, answer_form=form)
+        return dataclasses.replace(
+            prepared,
+            answer_form=form,
+            # what follows an answer with calls or reasoning is not rendered from its text
+            next_turn=next_turn if form is None else None,
+            pins_session=request.is_session,
+        )
 
     def _answer_form(self, request: ChatRequest, opening: str) -> AnswerForm | None:
         """Return how answers are read; None if they are content alone.
@@ -218,6 +233,19 @@ class Preparer:
             max_calls=None if request.tools.parallel else 1,
             kept_ids=builder.ids_of(template.anchors_in(builder.control_tokens)),
         )
+
+    def _next_turn(
+        self, messages: Sequence[Message], images: Sequence[RequestImage]
+    ) -> Callable[[str], Prompt | None] | None:
+        """The beginning of the next turn by the answer; None if its images may differ.
+
+        The result keeps no image: it is called after the request has ended.
+        """
+        if any(image.choice.why in _WHY_OF_ONE_TURN for image in images):
+            return None
+        counts = [image.num_tokens for image in images]
+        build = self.prompt_builder.next_turn
+        return lambda answer: build(messages, answer, counts)
 
     async def _prompt(
         self, said: Conversation, images: Sequence[RequestImage], num_bytes: int

@@ -110,10 +110,12 @@ class ResponseWriter:
         with_logprobs: bool,
         trace: Trace,
         on_token: Callable[[int], None],
+        on_text: Callable[[str], object] = lambda _: None,
     ) -> None:
         """`assemblers` has one per choice; `on_token` gets the choice of each token.
 
-        `readers` has one per choice too; None: its text is content alone.
+        `readers` has one per choice too; None: its text is content alone. `on_text` gets the texts
+        of all choices as they are sent.
         """
         self._response = response
         self._envelope = envelope
@@ -123,6 +125,7 @@ class ResponseWriter:
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
+        self._on_text = on_text
         self._held: dict[int, list[TextChunk]] = {}
         self._whole: dict[int, dict[str, Any]] = {}
 
@@ -196,6 +199,7 @@ class ResponseWriter:
         first = index not in self._held
         held = self._held.setdefault(index, [])
         deltas = self._deltas(index, piece, is_last=is_last)
+        self._on_text(piece.text)
         if not self._stream:
             held.append(piece)
         else:

@@ -224,7 +224,7 @@ class EncodeRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[EncodeBegin, _Mapping]] = ..., chunk: _Optional[_Union[EncodeChunk, _Mapping]] = ...) -> None: ...
 
 class EncodeBegin(_message.Message):
-    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority")
+    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority", "pins_session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class EncodeBegin(_message.Message):
     LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
     ON_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PINS_SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
@@ -239,7 +240,8 @@ class EncodeBegin(_message.Message):
     last_resort: bool
     on_corrupt: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    pins_session: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ..., pins_session: _Optional[bool] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
     __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction")
@@ -425,6 +427,36 @@ class PrefillRequest(_message.Message):
     handoff: bool
     priority: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    items: _containers.RepeatedCompositeFieldContainer[ImageItem]
+    sampling: Sampling
+    cache_salt: bytes
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class PrefetchReply(_message.Message):
+    __slots__ = ("outcome", "num_cached_tokens", "num_computed_tokens")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    num_cached_tokens: int
+    num_computed_tokens: int
+    def __init__(self, outcome: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("accepted", "first_token", "done", "spans", "clock_us")

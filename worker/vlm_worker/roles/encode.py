@@ -95,7 +95,9 @@ class EncoderRole:
             with context.attempts.renew_while(transfers):
                 yield _decoded(prepared, timer)
                 await context.delay("encoder_queue")
-                events = context.engine.encode(call.key, images, priority=call.priority)
+                events = context.engine.encode(
+                    call.key, images, priority=call.priority, pins_session=call.pins_session
+                )
                 async for event in events:
                     index = event.item
                     num_pending -= 1

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from vlm_worker.core.kv_cache import content_of
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
-from vlm_worker.errors import CorruptTransferError, EngineError, Refusal
+from vlm_worker.errors import CorruptTransferError, DrainingError, EngineError, Refusal
 from vlm_worker.roles.attempt_registry import AttemptHandle, check_fingerprint
 from vlm_worker.roles.context import CallTimer, RoleContext, TransferStats
 from vlm_worker.transfer.producer import Producer
@@ -53,6 +53,7 @@ from vlm_worker.wire.messages import (
     PrefillDone,
     Reply,
 )
+from vlm_worker.wire.prefetch_messages import PrefetchCall, PrefetchResult
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +66,7 @@ class _Progress:
 
 
 class PrefillRole:
-    """Serves Prefill and FetchKV."""
+    """Serves Prefill, Prefetch and FetchKV."""
 
     def __init__(self, context: RoleContext) -> None:
         assert context.kv_layout is not None
@@ -107,6 +108,19 @@ class PrefillRole:
             finally:
                 if not finished:
                     context.give_up(handle)
+
+    async def prefetch(self, call: PrefetchCall) -> PrefetchResult:
+        """Compute the beginning of a prompt into the prefix cache while no request is here.
+
+        It is no call in flight: routing, draining and the autoscaler do not see it.
+
+        Raises:
+            DrainingError: this worker takes no new work.
+            WorkerError: the request cannot run here.
+        """
+        if not self._context.accepting:
+            raise DrainingError("this worker is draining and takes no new work")
+        return await self._context.engine.prefetch(call.request)
 
     def fetch(self, call: FetchCall, *, large: bool) -> FrameBatches:
         """The frames of a prompt's KV, as blocks are written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -138,6 +138,11 @@ def _by_tier(cache: EncoderCacheStats, field: str) -> dict[str, float]:
     return tiers | ({"disk": getattr(cache.disk, field)} if cache.disk.capacity_bytes else {})
 
 
+def _session_pins(snapshot: Snapshot, field: str) -> Mapping[str, int] | None:
+    pins = snapshot.engine.session_pins
+    return getattr(pins, field) if pins else None
+
+
 def _disk_failures(disk: DiskStats) -> dict[str, float] | None:
     if not disk.capacity_bytes:
         return None
@@ -223,6 +228,12 @@ SNAPSHOT_METRICS: Final[tuple[Metric[Snapshot], ...]] = (
     Metric("triptych_encoder_cache_expirations_total", COUNTER,
            "Embeddings unused for their time to live.",
            lambda s: s.engine.encoder_cache.expirations),
+    Metric("triptych_session_pins", GAUGE, "Embeddings with a session pin.",
+           lambda s: _session_pins(s, "entries"), label="tier"),
+    Metric("triptych_session_pin_bytes", GAUGE, "Bytes of embeddings with a session pin.",
+           lambda s: _session_pins(s, "bytes"), label="tier"),
+    Metric("triptych_session_pins_dropped_total", COUNTER, "Session pins that ended, by reason.",
+           lambda s: _session_pins(s, "dropped"), label="reason"),
     Metric("triptych_encoder_cache_disk_failures_total", COUNTER,
            "Embeddings that the disk tier did not store or return.",
            lambda s: _disk_failures(s.engine.encoder_cache.disk), label="kind"),

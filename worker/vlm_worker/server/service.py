@@ -35,7 +35,7 @@ from vlm_worker.server.state import WorkerState
 from vlm_worker.settings.timers import Timers
 from vlm_worker.telemetry import CALL, REQUEST_ID, SpanExporter, WorkerCall
 from vlm_worker.types import Stage
-from vlm_worker.wire import messages
+from vlm_worker.wire import messages, prefetch_messages
 from vlm_worker.wire.codec import Codec
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frames import FrameBatches, join_frames
@@ -258,6 +258,14 @@ class Service:
                     yield batch
         finally:
             self.live[fetch.method] -= 1
+
+    # ---- Prefill -------------------------------------------------------------------------------
+
+    async def _Prefetch(self, request: pb.PrefetchRequest, _: Any) -> Any:  # noqa: N802
+        role = self._ready().role(Stage.PREFILL)
+        call = prefetch_messages.PREFETCH_CALL.decode(request)
+        REQUEST_ID.set(call.request.key.request_id)
+        return prefetch_messages.PREFETCH_REPLY.encode(await role.prefetch(call))
 
     # ---- Decode --------------------------------------------------------------------------------
 

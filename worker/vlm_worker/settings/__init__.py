@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vlm_worker.settings.encoder_cache import EncoderCacheSettings, session_pin_problem
 from vlm_worker.settings.options import MAX_PORT, add_options, read
 from vlm_worker.settings.source import HF_PREFIX, CalibrateSettings, FetchSettings, ModelSource
 from vlm_worker.settings.values import (
@@ -26,7 +27,6 @@ from vlm_worker.settings.values import (
     AdmissionPolicy,
     AdmissionSettings,
     ComputeSettings,
-    EncoderCacheSettings,
     GatewaySettings,
     Identity,
     ProcessSettings,
@@ -101,6 +101,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         return read(FetchSettings, args, pod_uid=environ.get("POD_UID", ""))
     if args.command == "calibrate":
         return read(CalibrateSettings, args, model=model, images=tuple(args.images))
+    ttl_seconds = getattr(args, "embedding_ttl_seconds", EncoderCacheSettings.embedding_ttl_seconds)
+    problem = session_pin_problem(getattr(args, "session_pin_seconds", 0), ttl_seconds)
+    if problem is not None:
+        fail(problem)
     common: dict[str, Any] = {
         "model": model,
         "served_name": args.served_name or _name_of(args.model),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from vlm_worker.settings.encoder_cache import EncoderCacheSettings
 from vlm_worker.settings.kinds import (
     ADDRESSES,
     DELAY_BY_STAGE,
@@ -166,45 +167,6 @@ class QueueSettings:
         at_least(0),
         0,
         "adapt the number of running sequences to it; 0: as many as fit",
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderCacheSettings:
-    """Sizes of the encoder cache.
-
-    Attributes:
-        embedding_cache_bytes: budget of the tier on the runner's device. It also limits the
-            embeddings that are queued or held for peers; beyond it, a call gets an OverloadedError.
-        embedding_cold_cache_bytes: budget of the tier in host memory. None depends on the device: 0
-            on a CPU, where the hot tier is host memory too.
-        embedding_ttl_seconds: an embedding that was unused for this time is not served from memory
-            again.
-        embedding_disk_dir: if set, embeddings that leave memory are written there, and read again.
-            Only a worker with the stage encoder has this tier. No other process uses the directory.
-    """
-
-    embedding_cache_bytes: int = option(
-        "--embedding-cache-bytes", at_least(0), 256 << 20, "of device memory"
-    )
-    embedding_cold_cache_bytes: int | None = option(
-        "--embedding-cold-cache-bytes",
-        at_least(0),
-        None,
-        "of host memory, the second tier; a copy between the two delays a step "
-        "(1 GiB, and 0 on a CPU: there both are host memory)",
-    )
-    embedding_ttl_seconds: float = option(
-        "--embedding-ttl-seconds", SECONDS, 600.0, "of one that is not used"
-    )
-    embedding_disk_dir: Path | None = option(
-        "--embedding-disk-dir", PATH, None, "of this worker alone, for embeddings that leave memory"
-    )
-    embedding_disk_bytes: int = option(
-        "--embedding-disk-bytes", at_least(1), 8 << 30, "of its files"
-    )
-    embedding_disk_age_seconds: int = option(
-        "--embedding-disk-age-seconds", at_least(1), 86400, "after which a file is deleted"
     )
 
 
@@ -399,6 +361,12 @@ class GatewaySettings(ProcessSettings):
         one_of({"later": False, "any": True}),
         False,
         "whether a client may only let others go first, or go first itself",
+    )
+    session_prefetch: bool = option(
+        "--session-prefetch",
+        FLAG,
+        False,
+        "prefetch the next turn of a conversation on the idle pod that computed its prompt",
     )
 
 

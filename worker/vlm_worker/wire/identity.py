@@ -26,6 +26,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = {
     # a decode worker of a service without a prefill pool computes prompts too
     "FetchEmbedding": frozenset({Role.PREFILL, Role.DECODE}),
     "Prefill": frozenset({Role.GATEWAY}),
+    "Prefetch": frozenset({Role.GATEWAY}),
     "FetchKV": frozenset({Role.DECODE}),
     "Reserve": frozenset({Role.GATEWAY}),
     "Decode": frozenset({Role.GATEWAY}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from typing import Annotated, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 from vlm_worker import annotations as an
 from vlm_worker.annotations import Between, Flat, Named, Ticks
@@ -239,6 +239,7 @@ class EncodeCall:
     last_resort: bool = False
     skip_corrupt: Annotated[bool, an.Choice("on_corrupt", true="Skip", false="Reject")] = False
     priority: Priority = 0
+    pins_session: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -337,8 +338,8 @@ ENCODE_REPLY: Final[Codec[Reply[EncodeEvent]]] = Codec(
 # ---- requests and tokens ------------------------------------------------------------------------
 
 
-def _check_request(call: PrefillCall | DecodeCall) -> None:
-    request = call.request
+def check_items(call: Any) -> None:  # Prefill, Prefetch or Decode
+    request: Request = call.request
     num_tokens = len(request.token_ids)
     if request.num_prompt_tokens > num_tokens:
         raise InvalidRequestError(
@@ -426,7 +427,7 @@ PrefillEvent = Accepted | FirstToken | PrefillDone
 Codec(Accepted, pb.PrefillAccepted)
 Codec(FirstToken, pb.FirstToken)
 Codec(PrefillDone, pb.PrefillDone)
-PREFILL_CALL: Final = Codec(PrefillCall, pb.PrefillRequest, check=_check_request)
+PREFILL_CALL: Final = Codec(PrefillCall, pb.PrefillRequest, check=check_items)
 PREFILL_REPLY: Final[Codec[Reply[PrefillEvent]]] = Codec(
     Reply,
     pb.PrefillReply,
@@ -494,7 +495,7 @@ RESERVE_CALL: Final = Codec(ReserveCall, pb.ReserveRequest)
 RESERVATION: Final = Codec(Reservation, pb.ReserveReply)
 Codec(Tokens, pb.Tokens, check=_check_tokens)
 Codec(Finished, pb.Finished)
-DECODE_CALL: Final = Codec(DecodeCall, pb.DecodeRequest, check=_check_request)
+DECODE_CALL: Final = Codec(DecodeCall, pb.DecodeRequest, check=check_items)
 DECODE_REPLY: Final[Codec[Reply[DecodeEvent]]] = Codec(
     Reply, pb.DecodeReply, events={"tokens": Tokens, "finished": Finished}
 )

@@ -263,6 +263,7 @@ MAX_TOKENS = 2**20
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
+MAX_SESSION_KEY = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -285,11 +286,14 @@ _NO_TOOLS: Final = ToolUse()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
+    """A chat. If `is_session`, the client named the conversation by `prompt_cache_key`."""
+
     options: Options
     messages: tuple[Message, ...]
     visual: Visual | None = None
     tools: ToolUse = _NO_TOOLS
     reasoning_effort: Effort | None = None
+    is_session: bool = False
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -317,8 +321,10 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     visual = _visual(fields)
     tools = yield from parse_tools(fields)
     effort = cast(Effort | None, fields.choice("reasoning_effort", get_args(Effort)))
+    is_session = bool(fields.text("prompt_cache_key", max_length=MAX_SESSION_KEY))
     fields.done()
-    return ChatRequest(options, (yield from _messages(messages)), visual, tools, effort)
+    parsed = yield from _messages(messages)
+    return ChatRequest(options, parsed, visual, tools, effort, is_session)
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:

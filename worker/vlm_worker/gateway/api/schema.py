@@ -221,6 +221,11 @@ CHAT: Final = (
     _logged(
         "metadata", "up to 16 pairs, keys to 64 and values to 512 characters; written to the log"
     ),
+    _supported(
+        "prompt_cache_key",
+        "up to 256 characters: images of requests with one are evicted after others, if the "
+        "service sets `sessionPinSeconds`; its value has no effect, caches are keyed by content",
+    ),
     _supported("logprobs", "of the answer's tokens; see below"),
     _supported("top_logprobs", "0 to 20; only with `logprobs`"),
     _supported(
@@ -244,7 +249,6 @@ CHAT: Final = (
     _refused("functions", "send `tools`"),
     _refused("moderation", "moderation is not built"),
     _refused("prediction", "predicted output is not built"),
-    _refused("prompt_cache_key", "caches are keyed by content and tenant, never by the client"),
     _refused("prompt_cache_options", "caches are keyed by content and tenant, never by the client"),
     _refused("prompt_cache_retention", "caches keep what fits"),
     _refused("verbosity", "the model has no such setting"),

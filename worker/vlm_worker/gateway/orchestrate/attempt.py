@@ -54,7 +54,10 @@ from vlm_worker.wire.messages import (
 
 
 class Attempt:
-    """One attempt; `run` is called once. It calls `on_admitted` when a pod admits the request."""
+    """One attempt; `run` is called once. It calls `on_admitted` when a pod admits the request.
+
+    `request` is what the workers got; None before the images are decoded.
+    """
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class Attempt:
         self.pods = PodsInUse(self._key, registry)
         self._encoding: Encoding | None = None
         self._reservation: Reservation | None = None
+        self.request: Request | None = None
         self._accepted = False
         self._clean = False
 
@@ -122,6 +126,7 @@ class Attempt:
         items = await encoding.decoded if encoding is not None else ()
         self._trace.gateway_works()
         request, kept = build_request(self._prepared, self._key, self._delivered, items)
+        self.request = request
         sources = tuple(encoding.source(item) for item in kept) if encoding is not None else ()
         await self._prefill(request, sources)
 
@@ -393,6 +398,7 @@ class Encoding:
             ),
             cache_salt=self._prepared.cache_salt,
             last_resort=self._choice.last_resort,
+            pins_session=self._prepared.pins_session,
             skip_corrupt=self._prepared.skip_corrupt,
             priority=self._prepared.priority,
         )

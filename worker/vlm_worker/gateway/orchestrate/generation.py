@@ -39,7 +39,7 @@ from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.orchestrate.wake import wait_for_pods, waits, wakes
 from vlm_worker.gateway.pod_registry import Registry
 from vlm_worker.route import NoRoute, Route, choose
-from vlm_worker.types import FinishReason, Role, Stage
+from vlm_worker.types import FinishReason, Request, Role, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Generation:
         self._failed: set[bytes] = set()
         self.num_retries = 0
         self.route: Route | None = None  # of the last attempt
+        self.request: Request | None = None  # of the attempt that succeeded
         self.delivered = DeliveredTokens(emit)
 
     async def run(self) -> FinishReason:
@@ -104,7 +105,9 @@ class Generation:
             )
             num_delivered = len(self.delivered.token_ids)
             try:
-                return await attempt.run()
+                reason = await attempt.run()
+                self.request = attempt.request
+                return reason
             except OverloadedError as error:
                 patience = self._prepared.max_wait_seconds + self._trace.wake_seconds
                 await self._wait_for_capacity(error, attempt, began + patience)

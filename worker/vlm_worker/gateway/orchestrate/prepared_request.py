@@ -34,6 +34,9 @@ class PreparedRequest:
         priority: requests of a larger priority run first.
         num_bytes: bytes of images and texts.
         answer_form: how its answers are read; None: they are content alone.
+        next_turn: returns the beginning of the next turn's prompt, by the text of the answer. It
+            may take milliseconds. None if nothing is prefetched.
+        pins_session: the images are of a conversation: encoders evict them after others.
     """
 
     request_id: str
@@ -50,6 +53,8 @@ class PreparedRequest:
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
     answer_form: AnswerForm | None = None
+    next_turn: Callable[[str], Prompt | None] | None = None
+    pins_session: bool = False
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""

@@ -1,0 +1,141 @@
+"""What a gateway prefetches of a next turn is the beginning of every next turn's prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from worker.checkpoints import make_processor
+from worker.gateway.stack import MODEL
+from worker.gateway.test_prompts import our_part
+
+from vlm_worker.gateway.api.errors import ApiError
+from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.chat_template import ChatTemplate
+from vlm_worker.gateway.prompts import PromptBuilder
+
+COUNT = 4  # visual tokens of each image
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['content'] is string %}{{ CONTENT }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "plain": CHATML.replace("CONTENT", "m['content']"),
+    "trims": CHATML.replace("CONTENT", "m['content'] | trim"),
+    # as templates of models that think: all answers but the last lose a part
+    "forgets": CHATML.replace(
+        "CONTENT", "m['content'] if loop.last else m['content'].split('END')[-1]"
+    ),
+    "counts": "{{ messages | length }}" + CHATML.replace("CONTENT", "m['content']"),
+    "marks the last": CHATML.replace(
+        "CONTENT", "('>' if loop.last and m['role'] == 'user' else '') + m['content']"
+    ),
+}
+
+ALPHABET = "ab the\n\n\n .é😀<|im_end|>ENDing"
+TEXTS = st.text(st.sampled_from(ALPHABET), max_size=12) | st.sampled_from(
+    ["<|im_start|>", " <|im_end|>\n", "\u0301", "", " ", "END"]
+)
+PARTS = st.lists(TEXTS | st.just((56, 56)), min_size=1, max_size=3)
+CONTENTS = TEXTS | PARTS
+TURNS = st.lists(CONTENTS, min_size=1, max_size=3)
+
+
+def content_of(told: Any) -> Any:
+    return told if isinstance(told, str) else tuple(map(our_part, told))
+
+
+def conversation(turns: list[Any]) -> list[Message]:
+    roles: tuple[Any, Any] = ("user", "assistant")
+    turns = turns if len(turns) % 2 else turns[:-1]
+    return [Message(roles[i % 2], content_of(told)) for i, told in enumerate(turns)]
+
+
+def counts_of(messages: list[Message]) -> list[int]:
+    return [COUNT for m in messages for part in m.parts if hasattr(part, "url")]
+
+
+def check(builder: PromptBuilder, turns: list[Any], answer: str, following: Any) -> bool:
+    """Whether there is a beginning; it is one of the real next prompt."""
+    messages = conversation(turns)
+    counts = counts_of(messages)
+    begun = builder.next_turn(messages, answer, counts)
+    after = [*messages, Message("assistant", answer), Message("user", content_of(following))]
+    try:
+        real = builder.chat(after, counts_of(after))
+    except ApiError:
+        return begun is not None
+    if begun is None:
+        return False
+    length = len(begun.token_ids)
+    assert real.token_ids[:length] == begun.token_ids
+    assert real.offsets[: len(begun.offsets)] == begun.offsets
+    assert all(offset >= length for offset in real.offsets[len(begun.offsets) :])
+    return True
+
+
+@pytest.fixture(scope="module", params=["shapes", "gemma3", "llava", *TEMPLATES])
+def builder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    name = request.param
+    if name in ("gemma3", "llava"):
+        directory: Path = tmp_path_factory.mktemp("next") / name
+        make_processor(directory, name)
+        return PromptBuilder(directory)
+    builder = PromptBuilder(MODEL)
+    if name in TEMPLATES:
+        tokens = builder._pieces.control_tokens
+        builder._template = ChatTemplate(TEMPLATES[name], tokens, {})
+    return builder
+
+
+@given(turns=TURNS, answer=TEXTS, following=CONTENTS)
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+def test_it_is_a_beginning_of_every_next_prompt(
+    builder: PromptBuilder, turns: list[Any], answer: str, following: Any
+) -> None:
+    check(builder, turns, answer, following)
+
+
+@pytest.mark.parametrize("name", ["shapes", "gemma3", *TEMPLATES])
+def test_it_has_the_whole_answer(name: str, tmp_path: Path) -> None:
+    """A control token follows the answer in these templates; that of LLaVA has text alone."""
+    if name == "gemma3":
+        make_processor(tmp_path / name, name)
+        builder = PromptBuilder(tmp_path / name)
+    else:
+        builder = PromptBuilder(MODEL)
+        if name in TEMPLATES:
+            tokens = builder._pieces.control_tokens
+            builder._template = ChatTemplate(TEMPLATES[name], tokens, {})
+    turns = ["what is this?"]
+    assert check(builder, turns, "a red square", "and that?")
+    prompt = builder.chat(conversation(turns), [])
+    begun = builder.next_turn(conversation(turns), "a red square", [])
+    assert begun is not None
+    assert len(begun.token_ids) > len(prompt.token_ids)
+
+
+def test_a_template_without_control_tokens_gives_nothing() -> None:
+    builder = PromptBuilder(MODEL)
+    source = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    builder._template = ChatTemplate(source, builder._pieces.control_tokens, {})
+    assert builder.next_turn(conversation(["a"]), "b", []) is None
+
+
+def test_a_template_that_refuses_a_next_turn_gives_nothing() -> None:
+    builder = PromptBuilder(MODEL)
+    source = "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}<|im_start|>"
+    builder._template = ChatTemplate(source, builder._pieces.control_tokens, {}, as_parts=False)
+    assert builder.next_turn(conversation(["a"]), "b", []) is None
+
+
+def test_a_model_without_a_template_gives_nothing() -> None:
+    builder = PromptBuilder(MODEL)
+    builder._template = None
+    assert builder.next_turn(conversation(["a"]), "b", []) is None
