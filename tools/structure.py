@@ -37,7 +37,7 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=40_000, single_importers=44, short_files=18),
+    "worker": Count(lines=40_000, single_importers=43, short_files=18),
     "operator": Count(lines=41_350, single_importers=54, short_files=34),
     "kernels": Count(lines=6_960, single_importers=15, short_files=8),
 }
