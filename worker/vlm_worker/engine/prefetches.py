@@ -26,9 +26,10 @@ from collections.abc import Callable
 from typing import Final
 
 from vlm_worker.core.encoder_cache import Entry
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Sequence, Status
-from vlm_worker.core.step_inputs import BatchBuilder, PersistentBatch
+from vlm_worker.core.step_inputs import BatchBuilder
 from vlm_worker.core.step_values import StepPlan
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.encode_requests import EncodeRequests
