@@ -160,7 +160,7 @@ class ChecksumRunner:
             if image.image_key in self.faults.bad_images
             else None
             if image.image_key in self.faults.lost_images
-            else embed(image)
+            else encoded(image)
             for number, image in enumerate(images)
         ]
         return results  # type: ignore[return-value]  # None is the fault that is injected
@@ -329,6 +329,19 @@ class PlacedRows(np.ndarray):
     def from_bytes(cls, rows: bytes) -> PlacedRows:
         packed = np.frombuffer(rows, _PLACED)
         return cls(packed["value"], packed["place"].copy())
+
+
+def encoded(image: PreparedImage) -> np.ndarray:
+    """What `ChecksumRunner` makes of an image: all rows, or the kept ones of an approximation.
+
+    These differ from all rows of the whole image.
+    """
+    if not image.is_approximate:
+        return embed(image)
+    assert image.reduction is not None
+    kept = kept_cells(image.cells, image.reduction)
+    places = np.stack(np.divmod(kept, image.cells[1]), axis=1).astype(np.int16)
+    return PlacedRows(embed(image)[kept] ^ 1, places)
 
 
 def kept_cells(cells: Cells, reduction: Reduction) -> np.ndarray:

@@ -144,6 +144,7 @@ class ModelRunner:
         That is so for ZIP if the embedding has no scores, and for ARRCOC if neither the embedding
         nor `image` has the relevance of the pixels.
         """
+        assert image.is_reduced_after
         assert image.reduction is not None
         embedding.rankings.learn(image)
         if not embedding.rankings.can(image.reduction):
