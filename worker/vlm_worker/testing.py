@@ -17,6 +17,7 @@ import numpy as np
 
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
+from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
 from vlm_worker.reduction import Cells, Reduction
 from vlm_worker.types import (
@@ -88,6 +89,7 @@ class ChecksumRunner:
         self.num_idle_steps = 0
         self.batch_sizes: list[int] = []
         self.lends_memory = True
+        self.windows: WindowCache | None = None
         self._never = threading.Event()
         self._layout = KVLayout("checksum", 1, 1, 1, block_size, "float32")
         self._has_kv = has_kv

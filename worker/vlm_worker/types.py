@@ -372,7 +372,8 @@ class PreparedImage:
     `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, in the order of the model's processor;
     an opaque buffer here. `image_key` and `num_tokens` are those of the whole image. A prompt gets
     its `kept_tokens`, as `reduction` says, under `kept_key`. `relevance` is uint16 `[R, C]` of its
-    `cells`, in native order, if the method needs it and the pixels are known; else empty.
+    `cells`, in native order, if the method needs it and the pixels are known; else empty. `salt`
+    separates tenants, as in `image_key`.
     """
 
     image_key: bytes
@@ -381,6 +382,7 @@ class PreparedImage:
     patches: memoryview
     reduction: Reduction | None = None
     relevance: bytes = b""
+    salt: bytes = b""
 
     @property
     def kept_key(self) -> bytes:

@@ -154,6 +154,17 @@ async def test_reduced_images_answer_as_the_reference_in_chunks_and_with_warm_ca
     assert hits > 0, "the prefix cache was not warm"
 
 
+async def test_a_cache_of_windows_changes_no_answer() -> None:
+    runner = make_runner(SHAPES, window_cache_bytes=64 << 20)
+    assert runner.windows is not None
+    for _ in range(2):
+        before = runner.windows.num_hits
+        async with running(runner) as engine:  # with an empty encoder cache
+            await hold_law(Law(pairs()), Stages.colocated(engine, max_tokens=MAX_TOKENS))
+            assert engine.stats().count("triptych_window_cache_bytes") == runner.windows.num_bytes
+    assert runner.windows.num_hits > before, "no window was in the cache"
+
+
 async def test_reduced_images_travel_with_their_places() -> None:
     stages = {stage: make_runner(SHAPES, stage, block_size=4) for stage in Stage}
     async with (

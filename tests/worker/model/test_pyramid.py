@@ -18,9 +18,12 @@ from worker.identity.families import random_questions
 from vlm_kernels.native_layers import has_layers
 from vlm_worker.core.families import load_family
 from vlm_worker.core.image_geometry import DynamicProcessor
+from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.pyramid import Window
+from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import EngineError, InvalidRequestError
 from vlm_worker.media.patches import PLAIN_CUTTER
+from vlm_worker.model.build import check_window_cache
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.pyramid import PyramidEncoder, packed_windows, patch_places, tower_of
 from vlm_worker.model.vision import Embedding, ImageEncoder
@@ -221,3 +224,80 @@ def test_windows_of_another_size_are_refused_before_and_at_the_encoder(
     (result,) = encoder_of(model_dir).encode([image])
     assert isinstance(result, EngineError)
     assert "windows of 112 pixels in the vision tower, not 56" in str(result)
+
+
+# the cache of windows
+
+
+def cached_encoder(
+    model_dir: Path, dtype: str = "float32", max_bytes: int = 1 << 30
+) -> tuple[ImageEncoder, WindowCache]:
+    loaded = load_model(model_dir, [Stage.ENCODER], dtype=dtype)
+    cache = WindowCache(max_bytes=max_bytes, ttl_seconds=600.0)
+    processor = loaded.family.processor
+    return ImageEncoder(loaded.model, processor, device=CPU, windows=cache), cache
+
+
+@pytest.mark.parametrize("permille", [None, 1000, 300])
+def test_rows_are_the_same_with_and_without_the_cache(windowed: Path, permille: int | None) -> None:
+    images = images_of(windowed, permille)
+    encoder, cache = cached_encoder(windowed)
+    plain = encoded(encoder_of(windowed), images)
+    for _ in range(2):
+        for one, other in zip(encoded(encoder, images), plain, strict=True):
+            close(one.rows, other.rows)
+    num_windows = cache.num_misses
+    assert cache.num_hits == num_windows > len(images)
+    assert cache.num_bytes > 0
+
+
+@pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
+def test_a_window_from_the_cache_has_the_bits_of_a_computed_one(windowed: Path) -> None:
+    encoder, _ = cached_encoder(windowed, "bfloat16")
+    images = images_of(windowed, None)
+    first = encoded(encoder, images)
+    for order in ([0, 1, 2, 3], [3], [2, 0]):
+        for number, one in zip(order, encoded(encoder, [images[i] for i in order]), strict=True):
+            assert torch.equal(one.rows, first[number].rows)
+
+
+def test_images_share_windows_of_equal_pixels_within_a_tenant(windowed: Path) -> None:
+    """The upper windows of two images, and the same image of another tenant."""
+    processor = load_family(windowed).processor
+    assert isinstance(processor, DynamicProcessor)
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (2, 224, 224, 3), dtype=np.uint8)
+    pixels[1, :112] = pixels[0, :112]
+    images = [
+        PreparedImage(bytes([n]) * 32, (1, 16, 16), 64, cut.data.cast("B"), salt=b"a")
+        for n, one in enumerate(pixels)
+        for cut in [PLAIN_CUTTER.cut(one, processor, geometry_of(one, processor))]
+    ]
+    encoder, cache = cached_encoder(windowed)
+    encoded(encoder, images[:1])
+    assert (cache.num_hits, cache.num_misses) == (0, 4)
+    encoded(encoder, images[1:])
+    assert (cache.num_hits, cache.num_misses) == (2, 6)
+    encoded(encoder, [dataclasses.replace(images[0], salt=b"b")])
+    assert (cache.num_hits, cache.num_misses) == (2, 10)
+
+
+def test_a_full_cache_changes_no_row(windowed: Path) -> None:
+    images = images_of(windowed, 300)
+    encoder, cache = cached_encoder(windowed, max_bytes=20_000)
+    for _ in range(2):
+        for one, other in zip(
+            encoded(encoder, images), encoded(encoder_of(windowed), images), strict=True
+        ):
+            close(one.rows, other.rows)
+    assert 0 < cache.num_bytes <= 20_000
+
+
+def test_only_a_tower_with_layers_over_windows_first_has_the_cache(
+    windowed: Path, tmp_path: Path
+) -> None:
+    check_window_cache(load_model(windowed, [Stage.ENCODER], dtype="float32"))
+    for model_type in ("qwen2_vl", "qwen2_5_vl", "llava"):  # this Qwen2.5-VL has other windows
+        model_dir = make_checkpoint(tmp_path / model_type, model_type)
+        with pytest.raises(ModelConfigError, match=f"--window-cache-bytes: {model_type} has no"):
+            check_window_cache(load_model(model_dir, [Stage.ENCODER], dtype="float32"))

@@ -68,6 +68,11 @@ class Pyramid:
         return sum(window.num_tokens for window in self.windows)
 
 
+def whole_windows(cells: Cells) -> tuple[Window, ...]:
+    """All windows of an image at scale 1, in raster order."""
+    return tuple(dataclasses.replace(window, level=0) for window in _coarsest(cells))
+
+
 def plan(relevance: np.ndarray, num_kept: int) -> Pyramid:
     """The levels that give exactly `num_kept` tokens.
 

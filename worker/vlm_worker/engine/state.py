@@ -34,7 +34,7 @@ from vlm_worker.engine.settings import (
 )
 from vlm_worker.engine.step_loop import StepLoop
 from vlm_worker.errors import CancelledError, DrainingError, WorkerError
-from vlm_worker.metrics import COUNTER, Metric
+from vlm_worker.metrics import COUNTER, GAUGE, Metric
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.messages import CancelOutcome
 
@@ -278,7 +278,19 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
     Metric("triptych_prefix_cache_hits_total", COUNTER, "Prompt tokens found.",
            lambda state: _by_kind(state.step_loop.prefix, "hits"),
            label="kind", stats="prefix_cache_hits"),
+    Metric("triptych_window_cache_bytes", GAUGE, "Bytes of cached states of windows.",
+           lambda state: _of_windows(state, "num_bytes")),
+    Metric("triptych_window_cache_hits_total", COUNTER, "Windows whose state was cached.",
+           lambda state: _of_windows(state, "num_hits")),
+    Metric("triptych_window_cache_misses_total", COUNTER, "Windows whose state was computed.",
+           lambda state: _of_windows(state, "num_misses")),
 )  # fmt: skip
+
+
+def _of_windows(state: State, field: str) -> float | None:
+    """A count of the cache of windows; None without one."""
+    windows = state.context.runner.windows
+    return None if windows is None else getattr(windows, field)
 
 
 def _by_kind(prefix: PrefixCounts, field: str) -> dict[str, float]:

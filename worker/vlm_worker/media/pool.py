@@ -371,7 +371,8 @@ class MediaPool:
         if self._observer is not None:
             self._observer.image_prepared(times)
         known = done.image_key, done.grid_thw, done.num_tokens
-        return PreparedImage(*known, patches.data.cast("B"), reduction, relevance)
+        data = patches.data.cast("B")
+        return PreparedImage(*known, data, reduction, relevance, image.spec.salt)
 
     def _verdict(self, death: ChildDiedError, item: int) -> Exception:
         if death.returncode >= 0:

@@ -7,14 +7,17 @@
 
 A tower without window layers (Qwen2-VL) sees the mixture in each layer. Windows at the right and
 lower edge are extended by their last pixels to whole tokens. m is the processor's `merge_size`.
+
+The states before the first full layer depend on a window's pixels alone, so a cache may keep them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +25,9 @@ from torch import nn
 
 from vlm_kernels import merge_tokens
 from vlm_worker.core.image_geometry import DynamicProcessor
-from vlm_worker.core.pyramid import Pyramid, Window, plan
+from vlm_worker.core.pyramid import Pyramid, Window, places_of, plan, whole_windows
+from vlm_worker.core.relevance import ONE
+from vlm_worker.core.window_cache import UNKNOWN, WindowCache, window_key
 from vlm_worker.errors import EngineError
 from vlm_worker.reduction import WINDOW, Cells
 from vlm_worker.types import PreparedImage
@@ -32,10 +37,25 @@ TOGETHER: Final = 32
 
 
 class PyramidEncoder:
-    """A Qwen tower, called with the windows of images. It shares its weights and layers."""
+    """A Qwen tower, called with the windows of images. It shares its weights and layers.
 
-    def __init__(self, tower: Any, processor: DynamicProcessor) -> None:
-        """Raise EngineError if the tower has windows of another size."""
+    With a cache, a window whose state is known skips the layers before the first full one.
+    """
+
+    def __init__(
+        self,
+        tower: Any,
+        processor: DynamicProcessor,
+        *,
+        cache: WindowCache | None = None,
+        model: bytes = b"",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`model` is part of the cache's keys.
+
+        Raises:
+            EngineError: the tower has windows of another size.
+        """
         wanted = WINDOW * processor.factor
         if getattr(tower, "window_size", wanted) != wanted:
             raise EngineError(
@@ -44,6 +64,10 @@ class PyramidEncoder:
             )
         self._tower, self._processor = tower, processor
         self._device = next(tower.parameters()).device
+        self._unit = processor.merge_size**2
+        self._cache, self._model, self._clock = cache, model, clock
+        self._full = frozenset(getattr(tower, "fullatt_block_indexes", range(len(tower.blocks))))
+        self._num_first = min(self._full, default=len(tower.blocks))
 
     def encode(
         self, images: Sequence[PreparedImage], values: Sequence[np.ndarray]
@@ -60,44 +84,118 @@ class PyramidEncoder:
             EngineError: an image has no relevance of its pixels.
         """
         pyramids = [_pyramid_of(image) for image in images]
-        pixels = [
-            packed_windows(one, image.cells, pyramid.windows, self._processor)
-            for one, image, pyramid in zip(values, images, pyramids, strict=True)
-        ]
-        patches = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
-        rows_TD = self.run(patches, [pyramid.windows for pyramid in pyramids])
+        rows = self._rows(images, values, [pyramid.windows for pyramid in pyramids])
         kept = []
-        start = 0
-        for pyramid in pyramids:
+        for rows_TD, pyramid in zip(rows, pyramids, strict=True):
             sources = torch.tensor([source for group in pyramid.groups for source in group])
             edges = _edges(list(map(len, pyramid.groups))).long()
-            rows = rows_TD[start : start + pyramid.num_tokens]
-            kept.append((merge_tokens(rows, sources, edges), pyramid.places))
-            start += pyramid.num_tokens
+            kept.append((merge_tokens(rows_TD, sources, edges), pyramid.places))
         return kept
 
-    def run(self, patches: np.ndarray, images: Sequence[Sequence[Window]]) -> torch.Tensor:
+    def encode_whole(
+        self, images: Sequence[PreparedImage], values: Sequence[np.ndarray]
+    ) -> list[torch.Tensor]:
+        """All rows `[R * C, D]` of images, in raster order: those of the tower, up to rounding."""
+        windows = [whole_windows(image.cells) for image in images]
+        found = []
+        for image, rows_TD, parts in zip(
+            images, self._rows(images, values, windows), windows, strict=True
+        ):
+            places = np.concatenate([places_of(part) for part in parts]).astype(np.int64)
+            order = np.argsort(places[:, 0] * image.cells[1] + places[:, 1])
+            found.append(rows_TD[torch.from_numpy(order).to(rows_TD.device)])
+        return found
+
+    def run(
+        self,
+        patches: np.ndarray,
+        images: Sequence[Sequence[Window]],
+        tags: Sequence[Tag] | None = None,
+    ) -> torch.Tensor:
         """The rows of all tokens `[T, D]`, of the patches of each image's windows, in order.
 
-        `patches` is float32 `[m^2 T, patch_dim]`.
+        `patches` is float32 `[m^2 T, patch_dim]`. Windows with `tags` may use the cache.
         """
-        tower, windows = self._tower, list(itertools.chain(*images))
+        windows = list(itertools.chain(*images))
+        if self._cache is None or tags is None:
+            x = self._first_layers(patches, windows)
+        else:
+            x = self._cached_layers(self._cache, patches, windows, tags)
         own, whole = (self._rope(windows, at_scale_1=scale) for scale in (False, True))
-        unit = self._processor.merge_size**2
-        of_windows = _edges([unit * window.num_tokens for window in windows])
-        of_images = _edges([unit * sum(one.num_tokens for one in image) for image in images])
-        full = getattr(tower, "fullatt_block_indexes", range(len(tower.blocks)))
-        weight = next(tower.patch_embed.parameters())
-        x = tower.patch_embed(torch.from_numpy(patches).to(self._device, weight.dtype))
-        for number, block in enumerate(tower.blocks):
-            is_full = number in full
+        of_windows = self._segments(window.num_tokens for window in windows)
+        of_images = self._segments(sum(one.num_tokens for one in image) for image in images)
+        for number, block in enumerate(self._tower.blocks):
+            if number < self._num_first:
+                continue
+            is_full = number in self._full
             x = block(
                 x,
                 cu_seqlens=of_images if is_full else of_windows,
                 position_embeddings=whole if is_full else own,
             )
-        rows: torch.Tensor = tower.merger(x)
+        rows: torch.Tensor = self._tower.merger(x)
         return rows
+
+    def _rows(
+        self,
+        images: Sequence[PreparedImage],
+        values: Sequence[np.ndarray],
+        windows: Sequence[Sequence[Window]],
+    ) -> list[torch.Tensor]:
+        """The rows of each image's windows, views of one tensor."""
+        parts = [
+            packed_windows(one, image.cells, some, self._processor)
+            for one, image, some in zip(values, images, windows, strict=True)
+        ]
+        patches = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        tags = [
+            _tag(image, part) for image, some in zip(images, windows, strict=True) for part in some
+        ]
+        rows = self.run(patches, windows, tags)
+        return list(rows.split([sum(part.num_tokens for part in some) for some in windows]))
+
+    def _first_layers(self, patches: np.ndarray, windows: Sequence[Window]) -> torch.Tensor:
+        """The states `[m^2 T, D]` before the first full layer, of the windows' patches."""
+        weight = next(self._tower.patch_embed.parameters())
+        x: torch.Tensor = self._tower.patch_embed(
+            torch.from_numpy(patches).to(self._device, weight.dtype)
+        )
+        rope = self._rope(windows, at_scale_1=False)
+        segments = self._segments(window.num_tokens for window in windows)
+        for block in self._tower.blocks[: self._num_first]:
+            x = block(x, cu_seqlens=segments, position_embeddings=rope)
+        return x
+
+    def _cached_layers(
+        self,
+        cache: WindowCache,
+        patches: np.ndarray,
+        windows: Sequence[Window],
+        tags: Sequence[Tag],
+    ) -> torch.Tensor:
+        """`_first_layers` of the windows that are not cached, between the states of the others."""
+        now = self._clock()
+        lengths = [self._unit * window.num_tokens for window in windows]
+        parts = np.split(patches, np.cumsum(lengths)[:-1])
+        keys = [
+            window_key(self._model, tag.salt, window.level, window.shape, part)
+            for window, tag, part in zip(windows, tags, parts, strict=True)
+        ]
+        states = [cache.get(key, now=now) for key in keys]
+        missing = [number for number, state in enumerate(states) if state is None]
+        if missing:
+            computed = self._first_layers(
+                np.concatenate([parts[number] for number in missing]),
+                [windows[number] for number in missing],
+            ).split([lengths[number] for number in missing])
+            for number, part in zip(missing, computed, strict=True):
+                states[number] = state = part.clone()  # a view would keep the whole call's states
+                relevance = tags[number].relevance
+                cache.put(keys[number], state, num_bytes=state.nbytes, relevance=relevance, now=now)
+        return torch.cat(states)
+
+    def _segments(self, num_tokens: Iterable[int]) -> torch.Tensor:
+        return _edges([self._unit * count for count in num_tokens])
 
     def _rope(
         self, windows: Sequence[Window], *, at_scale_1: bool
@@ -110,6 +208,21 @@ class PyramidEncoder:
         ids = torch.from_numpy(places).to(self._device)
         cos, sin = self._tower.rotary_pos_emb(ids, ids)
         return cos, sin
+
+
+class Tag(NamedTuple):
+    """What the cache knows of a window besides its pixels; `relevance` is 0 to 1."""
+
+    salt: bytes
+    relevance: float
+
+
+def _tag(image: PreparedImage, window: Window) -> Tag:
+    if not image.relevance:
+        return Tag(image.salt, UNKNOWN)
+    cells = np.frombuffer(image.relevance, np.uint16).reshape(image.cells)
+    part = cells[window.top :, window.left :][: window.rows, : window.columns]
+    return Tag(image.salt, (1 + float(part.mean())) / (1 + ONE))
 
 
 def _pyramid_of(image: PreparedImage) -> Pyramid:

@@ -14,6 +14,7 @@ import torch
 
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.image_geometry import DynamicProcessor, FixedProcessor, Processor
+from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import EngineError
 from vlm_worker.model.pyramid import PyramidEncoder, tower_of
 from vlm_worker.model.reduce import Rankings, rank
@@ -50,8 +51,19 @@ class Embedding:
 class ImageEncoder:
     """The vision tower and projector of a loaded model."""
 
-    def __init__(self, model: Any, processor: Processor, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Processor,
+        *,
+        device: torch.device,
+        windows: WindowCache | None = None,
+        fingerprint: bytes = b"",
+    ) -> None:
+        """`windows` caches states of windows; `fingerprint` is of the model that made them."""
         self._model, self._processor, self._device = model, processor, device
+        self._windows, self._fingerprint = windows, fingerprint
+        self._is_approximate = False  # some image was
 
     def encode(
         self, images: Sequence[PreparedImage], *, scored: bool = False
@@ -84,11 +96,12 @@ class ImageEncoder:
         tower = tower_of(self._model)
         if tower is None or not isinstance(self._processor, DynamicProcessor):
             raise EngineError("the vision tower of this model has no windows at several scales")
-        encoder = PyramidEncoder(tower, self._processor)
-        logger.info("images are encoded at several scales: arrcocpyramid is approximate")
-        return encoder
+        return PyramidEncoder(tower, self._processor, cache=self._windows, model=self._fingerprint)
 
     def _encode_windows(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
+        if not self._is_approximate:
+            self._is_approximate = True
+            logger.info("images are encoded at several scales: arrcocpyramid is approximate")
         encoded = self._pyramids.encode(images, [self._values(image) for image in images])
         return [
             Embedding(rows, places=places)
@@ -100,6 +113,11 @@ class ImageEncoder:
     def _encode_together(
         self, images: Sequence[PreparedImage], *, scored: bool
     ) -> list[Embedding | Exception]:
+        if self._windows is not None and not scored:
+            found = self._pyramids.encode_whole(images, [self._values(image) for image in images])
+            return [
+                self._checked(image, rows, None) for image, rows in zip(images, found, strict=True)
+            ]
         values = _joined([self._values(image) for image in images])
         arguments: dict[str, torch.Tensor] = {}
         if isinstance(self._processor, FixedProcessor):
