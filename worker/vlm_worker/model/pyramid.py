@@ -152,7 +152,7 @@ class PyramidEncoder:
             _tag(image, part) for image, some in zip(images, windows, strict=True) for part in some
         ]
         rows = self.run(patches, windows, tags)
-        return list(rows.split([sum(part.num_tokens for part in some) for some in windows]))
+        return list(torch.split(rows, [sum(part.num_tokens for part in some) for some in windows]))
 
     def _first_layers(self, patches: np.ndarray, windows: Sequence[Window]) -> torch.Tensor:
         """The states `[m^2 T, D]` before the first full layer, of the windows' patches."""
@@ -187,15 +187,16 @@ class PyramidEncoder:
             computed = self._first_layers(
                 np.concatenate([parts[number] for number in missing]),
                 [windows[number] for number in missing],
-            ).split([lengths[number] for number in missing])
-            for number, part in zip(missing, computed, strict=True):
+            )
+            new = torch.split(computed, [lengths[number] for number in missing])
+            for number, part in zip(missing, new, strict=True):
                 states[number] = state = part.clone()  # a view would keep the whole call's states
                 relevance = tags[number].relevance
                 cache.put(keys[number], state, num_bytes=state.nbytes, relevance=relevance, now=now)
         return torch.cat(states)
 
     def _segments(self, num_tokens: Iterable[int]) -> torch.Tensor:
-        return _edges([self._unit * count for count in num_tokens])
+        return _edges([self._unit * count for count in num_tokens]).to(self._device)
 
     def _rope(
         self, windows: Sequence[Window], *, at_scale_1: bool
