@@ -37,7 +37,7 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=39_040, single_importers=43, short_files=16),
+    "worker": Count(lines=39_850, single_importers=43, short_files=16),
     "operator": Count(lines=41_350, single_importers=54, short_files=34),
     "kernels": Count(lines=6_900, single_importers=15, short_files=8),
 }
