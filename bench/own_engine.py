@@ -36,7 +36,8 @@ from vlm_worker.types import (  # noqa: E402
 class ImageInput:
     """Input of the vision tower: float32 `[t * h * w, patch_dim]`; `key` identifies it.
 
-    `num_tokens` is of the whole image; a prompt has as many as `reduction` keeps.
+    `num_tokens` is of the whole image; a prompt has as many as `reduction` keeps. `relevance` is
+    that of `PreparedImage`.
     """
 
     key: int
@@ -44,12 +45,14 @@ class ImageInput:
     num_tokens: int
     patches: np.ndarray
     reduction: Reduction | None = None
+    relevance: bytes = b""
 
     def prepared(self) -> PreparedImage:
         """The image as the engine's input."""
         data = self.patches.reshape(-1).data.cast("B")
         key = self.key.to_bytes(32, "little")
-        return PreparedImage(key, self.grid_thw, self.num_tokens, data, self.reduction)
+        known = key, self.grid_thw, self.num_tokens
+        return PreparedImage(*known, data, self.reduction, self.relevance)
 
     def item(self, offset: int) -> ImageItem:
         """The image at its offset in a prompt."""

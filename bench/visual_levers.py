@@ -3,6 +3,7 @@
     off       the whole image                                   what all others are compared with
     pixels    the image resized to a share of its pixels        the baseline of every reduction
     pool, merge, diverse, zip, arrcoc                           `vlm_worker.reduction` by share
+    arrcocpyramid                                               windows encoded at three scales
     auto      what the gateway's policy `Auto` chooses by the class of the question, as it finds it
     kv        the whole image, KV cache in int8
     weights   the whole image, encoded with int8 weights of tower and merger; `calibrated`: with
@@ -10,7 +11,7 @@
     parts     the whole image, encoded and decoded with types by part, as of `--weights`
 
 The worker's own code does all of it: processor, vision tower, reduction, decoder. Visual tokens of
-one image are encoded once, and all reductions read the same embedding.
+one image are encoded once, and all exact reductions read the same embedding.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ LEVERS: Final[Mapping[str, tuple[Setting, ...]]] = {
     "diverse": _shares("diverse", 500, 250, 125),
     "zip": _shares("zip", 500, 250, 125),
     "arrcoc": _shares("arrcoc", 500, 250, 125),
+    "arrcocpyramid": _shares("arrcocpyramid", 500, 250, 125),
     "auto": (Setting("auto", "Learned"), Setting("auto", "Words")),
     "kv": (Setting("kv", "int8"),),
     "weights": (Setting("weights", "int8 encoder"),),
@@ -104,14 +106,19 @@ UNRECORDED: Final[Mapping[str, tuple[Setting, ...]]] = {
 """Settings that are measured only if their lever is named, and have no place in the record."""
 
 
+NOT_RECORDED: Final = frozenset({"arrcocpyramid"})
+"""Levers that `results/visual_tokens.jsonl` lacks."""
+
+
 def chosen(levers: Sequence[str]) -> list[Setting]:
     """The settings of these levers behind `off` and the baseline; all levers if none is named.
 
-    Raises KeyError for an unknown lever.
+    `arrcoc` includes its approximate form. Raises KeyError for an unknown lever.
     """
-    names = dict.fromkeys((*ALWAYS, *(levers or LEVERS)))
+    both = ("arrcocpyramid",) if "arrcoc" in levers else ()
+    names = dict.fromkeys((*ALWAYS, *(levers or LEVERS), *both))
     found = [setting for name in names for setting in LEVERS.get(name, ())]
-    found += [setting for name in levers for setting in UNRECORDED.get(name, ())]
+    found += [setting for name in (*levers, *both) for setting in UNRECORDED.get(name, ())]
     if unknown := set(names) - {*LEVERS, *UNRECORDED}:
         raise KeyError(*unknown)
     return list(dict.fromkeys(found))
@@ -216,6 +223,11 @@ class Worker:
                     weights = f"int8 {CALIBRATED}"
                 encoded = self._encoded(self.with_weights(weights), questions, images)
                 return [self._whole(one) for one in encoded]
+            case "arrcocpyramid":
+                reduction = Reduction(Method.ARRCOC_PYRAMID, setting.permille)
+                images = [dataclasses.replace(one.image, reduction=reduction) for one in seen]
+                encoded = self._encoded(self.runner, questions, images)
+                return [self._placed(one, one.embedding) for one in encoded]
             case lever:
                 reduction = Reduction(Method(lever), setting.permille)
                 return [self._reduced(one, reduction) for one in seen]
@@ -255,6 +267,9 @@ class Worker:
         reduced = self.runner.reduce_embedding(seen.embedding, image)
         if reduced is None:
             raise ValueError(f"the embedding lacks what {reduction.method} needs")
+        return self._placed(seen, reduced)
+
+    def _placed(self, seen: Seen, reduced: Any) -> Forced:
         places = reduced.places.astype(np.int64)
         kept = places[:, 0] * seen.image.cells[1] + places[:, 1]
         return self._forced(seen, kept, reduced.rows)

@@ -71,7 +71,7 @@ def test_a_run_has_a_line_per_lever_and_per_resolution(
     lines = [*levers(engine, 1, threads=1), *pyramid(engine, 1)]
     off, *others = (one for one in lines if one["bench"] == "visual_speed")
     assert {one["prompt_tokens"] - off["prompt_tokens"] for one in others} == {1 - WHOLE}
-    assert off["ratio"] == dict.fromkeys(visual_report.CASES, 1.0)
+    assert off["ratio"] == dict.fromkeys((*visual_report.CASES, visual_speed.TOWER), 1.0)
     num_seen = 2 * len(visual_speed.TRACE_LEVERS) * visual_speed.NUM_REQUESTS // 2
     assert engine.stats.encoder_cache.hits >= len(LEVERS) + num_seen
     shown = table.markdown(visual_report.speed(lines)), visual_report.resolutions(lines)

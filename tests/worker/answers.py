@@ -14,6 +14,7 @@ from vlm_worker.testing import (
     PlacedRows,
     edits_bytes,
     embed,
+    encoded,
     kept_cells,
     next_token,
     plain_positions,
@@ -31,8 +32,8 @@ def make_image(number: int, *, num_tokens: int) -> PreparedImage:
 
 def kept_rows(image: PreparedImage) -> np.ndarray:
     """The embedding that a prompt gets: int64 [kept tokens]."""
-    if image.reduction is None:
-        return embed(image)
+    if image.reduction is None or image.is_approximate:
+        return encoded(image)
     kept = kept_cells(image.cells, image.reduction)
     return PlacedRows(embed(image)[kept], np.stack(np.divmod(kept, image.cells[1]), axis=1))
 

@@ -8,12 +8,18 @@
     POOL         a b c d e f g h    ─▶      a'  c'  e' g'    means of blocks of one size
     ARRCOC       a b c d e f g h    ─▶      b   d   f'       per region, the most relevant pixels;
                                                              f' is the mean of its other cells
+    ARRCOC_PYRAMID  windows of 4x4 cells, encoded at scales 1, 1/2 and 1/4 by the relevance of their
+                    pixels: as few tokens leave the encoder as the prompt gets
 
 A cell is one visual token of the whole image. A kept token keeps its cell's row and column, so text
 after the image has the positions that it has behind the whole image. The number of kept tokens
 depends on the grid and the policy alone: the gateway writes placeholders before anyone encodes.
 
-`vlm_worker.model.reduce` has the arithmetic, and `vlm_worker.core.relevance` that of ARRCOC.
+`vlm_worker.model.reduce` has the arithmetic, `vlm_worker.core.relevance` that of ARRCOC, and
+`vlm_worker.core.pyramid` that of ARRCOC_PYRAMID.
+
+ARRCOC_PYRAMID is approximate. All other methods choose rows of the whole image's embedding, which
+serves all of them. A row of a pyramid is in none of these, and serves no other method or share.
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ from vlm_worker.errors import InvalidRequestError
 MAX_PERMILLE: Final = 1000
 VERSION: Final = 1
 """Part of every key: an embedding that another version reduced is another embedding."""
+WINDOW: Final = 4
+"""Cells of a window of ARRCOC_PYRAMID in each direction: 112 pixels, as in Qwen2.5-VL's tower."""
 POOL_BLOCKS: Final = {500: (1, 2), 250: (2, 2)}
 """Rows and columns of cells that POOL averages, by the share that it keeps."""
 
@@ -45,13 +53,25 @@ class Method(enum.StrEnum):
     MERGE = "merge"
     POOL = "pool"
     ARRCOC = "arrcoc"
+    ARRCOC_PYRAMID = "arrcocpyramid"
+
+    @property
+    def needs_relevance(self) -> bool:
+        """Whether it chooses by the relevance of the pixels."""
+        return self in (Method.ARRCOC, Method.ARRCOC_PYRAMID)
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether its rows come from pixels of several scales, not from the whole image's rows."""
+        return self is Method.ARRCOC_PYRAMID
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
     """Keep `keep_permille` thousandths of the visual tokens of an image, at least one.
 
-    POOL knows 500 and 250 only: its blocks are 1x2 and 2x2 cells.
+    POOL knows 500 and 250 only: its blocks are 1x2 and 2x2 cells. ARRCOC_PYRAMID keeps at least one
+    token per window.
     """
 
     method: Method
@@ -70,7 +90,8 @@ class Reduction:
                 shares = " or ".join(map(str, POOL_BLOCKS))
                 raise ValueError(f"pool keeps {shares} permille, not {self.keep_permille}")
             return math.ceil(rows / block[0]) * math.ceil(columns / block[1])
-        return max(1, (rows * columns * self.keep_permille + 500) // 1000)
+        least = num_windows(cells) if self.method is Method.ARRCOC_PYRAMID else 1
+        return max(least, (rows * columns * self.keep_permille + 500) // 1000)
 
     def key(self, image_key: bytes) -> bytes:
         """The 32-byte content key of the reduced embedding of the image `image_key`."""
@@ -78,6 +99,11 @@ class Reduction:
         digest.update(f"{VERSION}/{self.method}/{self.keep_permille}".encode())
         digest.update(image_key)
         return digest.digest()
+
+
+def num_windows(cells: Cells) -> int:
+    """Windows of ARRCOC_PYRAMID; those at the right and lower edge may be smaller."""
+    return math.ceil(cells[0] / WINDOW) * math.ceil(cells[1] / WINDOW)
 
 
 def cells_of(grid_thw: tuple[int, int, int], num_tokens: int) -> Cells:

@@ -17,6 +17,7 @@ import numpy as np
 
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
+from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
 from vlm_worker.reduction import Cells, Reduction
 from vlm_worker.types import (
@@ -90,6 +91,7 @@ class ChecksumRunner:
         self.batch_sizes: list[int] = []
         self.lends_memory = True
         self.script: Sequence[int] = ()
+        self.windows: WindowCache | None = None
         self._never = threading.Event()
         self._layout = KVLayout("checksum", 1, 1, 1, block_size, "float32")
         self._has_kv = has_kv
@@ -170,7 +172,7 @@ class ChecksumRunner:
             if image.image_key in self.faults.bad_images
             else None
             if image.image_key in self.faults.lost_images
-            else embed(image)
+            else encoded(image)
             for number, image in enumerate(images)
         ]
         return results  # type: ignore[return-value]  # None is the fault that is injected
@@ -355,6 +357,19 @@ class PlacedRows(np.ndarray):
     def from_bytes(cls, rows: bytes) -> PlacedRows:
         packed = np.frombuffer(rows, _PLACED)
         return cls(packed["value"], packed["place"].copy())
+
+
+def encoded(image: PreparedImage) -> np.ndarray:
+    """What `ChecksumRunner` makes of an image: all rows, or the kept ones of an approximation.
+
+    These differ from all rows of the whole image.
+    """
+    if not image.is_approximate:
+        return embed(image)
+    assert image.reduction is not None
+    kept = kept_cells(image.cells, image.reduction)
+    places = np.stack(np.divmod(kept, image.cells[1]), axis=1).astype(np.int16)
+    return PlacedRows(embed(image)[kept] ^ 1, places)
 
 
 def kept_cells(cells: Cells, reduction: Reduction) -> np.ndarray:

@@ -374,7 +374,8 @@ class PreparedImage:
     `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, in the order of the model's processor;
     an opaque buffer here. `image_key` and `num_tokens` are those of the whole image. A prompt gets
     its `kept_tokens`, as `reduction` says, under `kept_key`. `relevance` is uint16 `[R, C]` of its
-    `cells`, in native order, if the method is ARRCOC and the pixels are known; else empty.
+    `cells`, in native order, if the method needs it and the pixels are known; else empty. `salt`
+    separates tenants, as in `image_key`.
     """
 
     image_key: bytes
@@ -383,6 +384,7 @@ class PreparedImage:
     patches: memoryview
     reduction: Reduction | None = None
     relevance: bytes = b""
+    salt: bytes = b""
 
     @property
     def kept_key(self) -> bytes:
@@ -393,6 +395,24 @@ class PreparedImage:
     def kept_tokens(self) -> int:
         """Visual tokens that a prompt gets. Raises InvalidRequestError as `num_kept` does."""
         return num_kept(self.reduction, self.grid_thw, self.num_tokens)
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether the encoder makes the kept embedding itself, without that of the whole image."""
+        return self.reduction is not None and self.reduction.method.is_approximate
+
+    @property
+    def is_reduced_after(self) -> bool:
+        """Whether its kept rows are chosen from the embedding of the whole image."""
+        return self.reduction is not None and not self.is_approximate
+
+    @property
+    def encoded_tokens(self) -> int:
+        """Visual tokens of which the encoder computes the patches, within 15.
+
+        The tokens of the last window of an approximate reduction may be joined.
+        """
+        return self.kept_tokens if self.is_approximate else self.num_tokens
 
     @property
     def cells(self) -> Cells:

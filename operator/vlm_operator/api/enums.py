@@ -73,6 +73,7 @@ class TierMethod(enum.StrEnum):
     MERGE = "Merge"
     POOL = "Pool"
     ARR_COC = "ArrCoc"
+    ARR_COC_PYRAMID = "ArrCocPyramid"
 
 
 class QuestionClassifier(enum.StrEnum):

@@ -25,7 +25,8 @@ class VisualTier(Model):
 
     method: TierMethod = field(
         TierMethod.DIVERSE,
-        "Which visual tokens are kept; docs/visual-tokens.md compares them. None keeps all.",
+        "Which visual tokens are kept; docs/visual-tokens.md compares them. None keeps all. "
+        "ArrCocPyramid is approximate.",
         example="Zip",
     )
     keep_percent: KeepPercent | None = field(

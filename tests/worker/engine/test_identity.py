@@ -44,6 +44,7 @@ REDUCTIONS = (
     Reduction(Method.DIVERSE, 250),
     Reduction(Method.ZIP, 600),
     Reduction(Method.POOL, 500),
+    Reduction(Method.ARRCOC_PYRAMID, 500),
 )
 MODES = ("whole", "adopted", "adopted early", "handed over")
 

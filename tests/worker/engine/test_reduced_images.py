@@ -25,6 +25,7 @@ from vlm_worker.types import PreparedImage
 
 HALF, QUARTER = Reduction(Method.DIVERSE, 500), Reduction(Method.DIVERSE, 250)
 ZIP = Reduction(Method.ZIP, 500)
+PYRAMID = Reduction(Method.ARRCOC_PYRAMID, 500)
 
 
 def reduced(number: int, reduction: Reduction | None) -> PreparedImage:
@@ -51,6 +52,34 @@ async def test_one_encoder_call_serves_every_reduction(start: Any) -> None:
     assert runner.batch_sizes == [1]
     assert engine.stats().num_pinned_embeddings == 0
     assert engine.stats().held_embedding_bytes == 0
+
+
+async def test_an_approximate_embedding_neither_serves_others_nor_is_served_by_them(
+    start: Any,
+) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    other_share = Reduction(Method.ARRCOC_PYRAMID, 250)
+    reductions = (PYRAMID, None, other_share, HALF, PYRAMID)
+    hits = []
+    for name, reduction in zip("abcde", reductions, strict=True):
+        image = reduced(1, reduction)
+        hits.append(await engine.pin_cached(key(name), image))
+        (event,) = await events(engine.encode(key(name), [image]))
+        assert isinstance(event, ItemReady)
+        assert event.cache_hit == hits[-1]
+        assert bytes(await engine.export_embedding(key(name), 0)) == wire(image)
+        await engine.cancel(key(name))
+    assert hits == [False, False, False, True, True]
+    assert runner.batch_sizes == [1, 1, 1]
+    assert engine.stats().num_pinned_embeddings == 0
+
+
+async def test_the_tokens_that_the_encoder_computes_are_counted(start: Any) -> None:
+    engine: Engine = start(ChecksumRunner())
+    for name, reduction, expected in (("a", PYRAMID, 4), ("b", HALF, 4 + 8)):
+        await events(engine.encode(key(name), [reduced(1, reduction)]))
+        assert engine.stats().count("visual_tokens") == expected
 
 
 async def test_reductions_of_an_image_in_flight_join_its_encoding(start: Any, until: Any) -> None:

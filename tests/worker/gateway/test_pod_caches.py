@@ -132,11 +132,14 @@ def test_tenants_images_and_reductions_share_no_mark_behind_them() -> None:
         assert set(other.marks) & set(plain.marks) == set(plain.marks[:2])
 
 
-def test_an_image_has_one_key_for_all_reductions_and_one_for_each_size() -> None:
+def test_an_image_has_one_key_for_all_exact_reductions_and_one_for_each_size() -> None:
     whole, kept = image(b"a"), image(b"a", reduction=Reduction(Method.DIVERSE, 500))
     small = image(b"a", max_pixels=1000)
     keys = [digests(range(24), [one]).images[0] for one in (whole, kept, small)]
     assert keys[0] == keys[1] != keys[2]
+    halves = [Reduction(Method.ARRCOC_PYRAMID, permille) for permille in (500, 250)]
+    apart = [digests(range(24), [image(b"a", reduction=half)]).images[0] for half in halves]
+    assert len({*keys, *apart}) == 4, "an approximate reduction has nothing of the whole image"
 
 
 def test_the_next_turn_begins_with_the_marks_of_prompt_and_answer() -> None:

@@ -32,7 +32,11 @@ _numbers = itertools.count()
 
 
 def make_runner(
-    model_dir: Path, *stages: Stage, block_size: int = 64, kv_memory_bytes: int = 256 << 20
+    model_dir: Path,
+    *stages: Stage,
+    block_size: int = 64,
+    kv_memory_bytes: int = 256 << 20,
+    window_cache_bytes: int = 0,
 ) -> ModelRunner:
     """A float32 runner; without stages, of all of them."""
     return build_runner(
@@ -42,6 +46,7 @@ def make_runner(
             dtype="float32",
             block_size=block_size,
             kv_memory_bytes=kv_memory_bytes,
+            window_cache_bytes=window_cache_bytes,
         )
     )
 

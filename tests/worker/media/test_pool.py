@@ -60,12 +60,13 @@ async def test_a_known_file_needs_no_decoding(pool: MediaPool) -> None:
         assert await pool.known_key(data + b"\0", spec) is None
 
 
+@pytest.mark.parametrize("method", [Method.ARRCOC, Method.ARRCOC_PYRAMID])
 async def test_arrcoc_gets_the_relevance_of_the_pixels_and_other_images_get_none(
-    pool: MediaPool,
+    pool: MediaPool, method: Method
 ) -> None:
     data = encode(noise(120, 200))
     whole = spec_of(data)
-    arrcoc = dataclasses.replace(whole, num_tokens=9, reduction=Reduction(Method.ARRCOC, 333))
+    arrcoc = dataclasses.replace(whole, num_tokens=9, reduction=Reduction(method, 333))
     other = dataclasses.replace(whole, num_tokens=9, reduction=Reduction(Method.MERGE, 333))
     prepared = await pool.prepare(data, arrcoc)
     geometry = FAMILY.geometry(whole.height, whole.width)

@@ -129,6 +129,14 @@ def test_the_relevance_of_an_image_is_kept_for_its_next_reduction() -> None:
     assert members(rank(torch.zeros(4, 2), (2, 2), ARRCOC, known)) == [[0], [3, 1, 2]]
 
 
+def test_rows_of_a_whole_image_serve_no_approximate_reduction() -> None:
+    reduction = Reduction(Method.ARRCOC_PYRAMID, 500)
+    known = Rankings(relevance=np.ones((2, 2), np.uint16))
+    assert not known.can(reduction)
+    with pytest.raises(EngineError, match="no rows of the whole image"):
+        rank(torch.zeros(4, 2), (2, 2), reduction, known)
+
+
 def test_merge_joins_the_regions_of_one_colour() -> None:
     colours = torch.tensor([[0, 0, 1], [0, 1, 1], [2, 2, 1]])
     rows = torch.nn.functional.one_hot(colours.flatten(), 3).float()

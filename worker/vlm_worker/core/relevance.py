@@ -90,7 +90,7 @@ def allocate(relevance: np.ndarray, num_kept: int) -> list[list[int]]:
         left[region_of[cell]] -= 1
         num_groups += left[region_of[cell]] > 0
     rests = ([cell for cell in region if cell not in alone] for region in regions)
-    return [[cell] for cell in alone] + [_centre_first(rest, cells[1]) for rest in rests if rest]
+    return [[cell] for cell in alone] + [centre_first(rest, cells[1]) for rest in rests if rest]
 
 
 def regions_of(cells: Cells, most: int) -> list[list[int]]:
@@ -157,7 +157,7 @@ def _mean3x3(values: np.ndarray) -> np.ndarray:
     return np.asarray((lines[:, :columns] + lines[:, 1 : columns + 1] + lines[:, 2:]) // 9)
 
 
-def _centre_first(region: list[int], columns: int) -> list[int]:
+def centre_first(region: list[int], columns: int) -> list[int]:
     """The region with the member nearest to its centre first; ties go to the lower cell."""
     places = [divmod(cell, columns) for cell in region]
     num, y, x = len(region), sum(row for row, _ in places), sum(column for _, column in places)

@@ -113,7 +113,7 @@ class EncodeRequests:
         entry = self.cache.find(image_key, num_tokens=num_tokens, now=now)
         if entry is not None and entry.ready:  # `encode` will count the lookup
             entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
-        elif entry is None and image.reduction is not None:
+        elif entry is None and image.is_reduced_after:
             with contextlib.suppress(EngineError):  # `encode` tries again, and fails the item
                 entry = self._reduced.from_cache(image, key, counted=False)
         if entry is None or not entry.ready:
@@ -128,12 +128,16 @@ class EncodeRequests:
     ) -> None:
         """Read a whole image from the disk into the cache, pinned until `unpin_whole`.
 
-        `answer` gets whether it is in the cache: False at once if the disk does not have it.
+        `answer` gets whether it is in the cache: False at once if the disk does not have it, or if
+        the whole image is of no use to an approximate reduction.
         """
         image_key, num_tokens, now = image.image_key, image.num_tokens, self._clock()
         owner = _reader(key, image)
         whole = self.cache.find(image_key, num_tokens=num_tokens, now=now)
         begins = whole is None and self.reads.has(image_key)
+        if image.is_approximate:
+            answer(False)
+            return
         if begins:
             whole = self.cache.begin(
                 image_key, owner, num_tokens=num_tokens, counted=False, now=now
@@ -320,7 +324,7 @@ class EncodeRequests:
         if self._is_encoded(key):
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
         needed = sum(map(self._num_bytes, images))
-        largest = max(image.num_tokens for image in images)  # encoded whole, then reduced
+        largest = max(image.encoded_tokens for image in images)  # before an exact reduction
         most = max(needed, largest * self._runner.embed_layout.row_bytes)
         if most > self._settings.embedding_cache_bytes:
             raise InvalidRequestError(
@@ -364,10 +368,10 @@ class EncodeRequests:
         image_key, num_tokens, now = image.kept_key, image.kept_tokens, self._clock()
         cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
         if cached is not None:
-            if image.reduction is None:
+            if not image.is_reduced_after:
                 self.reads.join(cached, self.reads.encoding(cached, image, key, priority))
             return cached
-        if image.reduction is not None:
+        if image.is_reduced_after:
             reduced = self._reduced.from_cache(image, owner)
             return reduced or self._reduced.encode(image, owner, key, priority=priority)
         entry = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False, now=now)

@@ -44,7 +44,9 @@ class EncodeTask:
 
     @property
     def num_patches(self) -> int:
-        return math.prod(self.image.grid_thw)
+        """Patches that the encoder computes; of an approximate reduction, those of its tokens."""
+        image = self.image
+        return math.prod(image.grid_thw) * image.encoded_tokens // image.num_tokens
 
 
 def num_pixels(image: PreparedImage) -> int:
@@ -132,7 +134,7 @@ class EncoderQueue:
         batch = self._next_batch(decoding=decoding)
         if not batch:
             return ended is not None
-        self.admitted_seconds += self.predict(sum(task.image.num_tokens for task in batch))
+        self.admitted_seconds += self.predict(sum(task.image.encoded_tokens for task in batch))
         self.batch_started = self._clock()
         call = functools.partial(self._encode, batch)
         started = self._runner.encode_async(call)
@@ -150,7 +152,7 @@ class EncoderQueue:
         return results, self._clock() - began
 
     def _encoded(self, batch: list[EncodeTask], results: list[Any], seconds: float) -> None:
-        self.work.observe(sum(task.image.num_tokens for task in batch), seconds)
+        self.work.observe(sum(task.image.encoded_tokens for task in batch), seconds)
         self._context.busy.encoded([task.num_patches for task in batch], seconds)
         for task, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
@@ -170,14 +172,14 @@ class EncoderQueue:
         num_tokens = 0
         now = self._clock()
         while (task := self._queue.next(now=now)) is not None:
-            if batch and num_tokens + task.image.num_tokens > budget:
+            if batch and num_tokens + task.image.encoded_tokens > budget:
                 break
             self._remove(task)
             if num_tokens >= ENOUGH_TOKENS and any(other.key == task.key for other in batch):
                 later.append(task)
                 continue
             batch.append(task)
-            num_tokens += task.image.num_tokens
+            num_tokens += task.image.encoded_tokens
         for task in later:
             self._push(task)
         return batch
@@ -187,22 +189,22 @@ class EncoderQueue:
         assert task.entry not in self._tasks
         self._tasks[task.entry] = task
         self._queue.push(task)
-        self.waiting_tokens += task.image.num_tokens
+        self.waiting_tokens += task.image.encoded_tokens
         self.waiting_pixels += num_pixels(task.image)
 
     def _remove(self, task: EncodeTask) -> None:
         del self._tasks[task.entry]
         self._queue.discard(task)
-        self.waiting_tokens -= task.image.num_tokens
+        self.waiting_tokens -= task.image.encoded_tokens
         self.waiting_pixels -= num_pixels(task.image)
 
     def _complete(self, task: EncodeTask, embedding: Any) -> None:
         self._cache.complete(task.entry, embedding, now=self._clock())
         self.num_images += 1
-        self.num_visual_tokens += task.image.num_tokens
+        self.num_visual_tokens += task.image.encoded_tokens
         self.num_patches += task.num_patches
         task.entry.notify(None)
-        self.on_ready(task.image.image_key)
+        self.on_ready(task.entry.image_key)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         self._cache.fail(entry)

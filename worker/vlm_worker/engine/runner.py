@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import StepInputs, StepOutput
+from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 from vlm_worker.wire.buffers import Regions
@@ -43,6 +44,10 @@ class Runner(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
+
+    @property
+    def windows(self) -> WindowCache | None:
+        """The cache of states of windows; None if there is none. Only its counts may be read."""
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Run one packed step and sample, row by row of `inputs.sample_rows`."""

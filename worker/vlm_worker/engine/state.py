@@ -39,7 +39,7 @@ from vlm_worker.engine.settings import (
 )
 from vlm_worker.engine.step_loop import StepLoop
 from vlm_worker.errors import CancelledError, DrainingError, WorkerError
-from vlm_worker.metrics import COUNTER, Metric
+from vlm_worker.metrics import COUNTER, GAUGE, Metric
 from vlm_worker.types import Request, RequestKey
 from vlm_worker.wire.messages import CancelOutcome
 from vlm_worker.wire.prefetch_messages import PrefetchResult
@@ -338,6 +338,12 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
     Metric("triptych_prefetched_tokens_total", COUNTER, "Tokens that prefetches computed.",
            lambda state: _prefetched(state.sequences.pool),
            label="use", stats="prefetched_tokens"),
+    Metric("triptych_window_cache_bytes", GAUGE, "Bytes of cached states of windows.",
+           lambda state: _of_windows(state, "num_bytes")),
+    Metric("triptych_window_cache_hits_total", COUNTER, "Windows whose state was cached.",
+           lambda state: _of_windows(state, "num_hits")),
+    Metric("triptych_window_cache_misses_total", COUNTER, "Windows whose state was computed.",
+           lambda state: _of_windows(state, "num_misses")),
 )  # fmt: skip
 
 
@@ -351,6 +357,12 @@ def _prefetched(pool: BlockPool) -> dict[str, float]:
     used, wasted = pool.num_prefetched_used, pool.num_prefetched_wasted
     blocks = {"used": used, "wasted": wasted, "computed": pool.num_prefetched}
     return {use: count * pool.block_size for use, count in blocks.items()}
+
+
+def _of_windows(state: State, field: str) -> float | None:
+    """A count of the cache of windows; None without one."""
+    windows = state.context.runner.windows
+    return None if windows is None else getattr(windows, field)
 
 
 def _by_kind(prefix: PrefixCounts, field: str) -> dict[str, float]:

@@ -53,7 +53,7 @@ class RequestDigests:
 
     Attributes:
         head: of the first block and its images, without salt; its rendezvous is the home.
-        images: a key per image, in order. Images that differ in their reduction alone share one.
+        images: a key per image, in order. Exact reductions of an image share one.
         marks: of the prompt, the shortest first.
     """
 
@@ -171,10 +171,13 @@ class PodCaches:
 def _image_key(image: RequestImage, salt: bytes) -> bytes:
     """The key of an image: its bytes, and the pixels that the model sees of it.
 
-    The reduction is not in it: an encoder keeps the whole image, too.
+    A reduction is not in it: an encoder keeps the whole image, too. An approximate one is: it has
+    nothing in common with the whole image.
     """
     hasher = hashlib.blake2b(image.digest, key=salt, digest_size=DIGEST_BYTES)
     hasher.update(image.max_pixels.to_bytes(8, "little"))
+    if image.reduction is not None and image.reduction.method.is_approximate:
+        hasher.update(image.reduction.key(bytes(32)))
     return hasher.digest()
 
 

@@ -29,7 +29,7 @@ from vlm_worker.gateway.question_class import QuestionClass, classify
 from vlm_worker.reduction import POOL_BLOCKS, Method, Reduction
 
 Policy = Literal["Off", "Detail", "Auto"]
-TierMethod = Literal["None", "Diverse", "Zip", "Merge", "Pool", "ArrCoc"]
+TierMethod = Literal["None", "Diverse", "Zip", "Merge", "Pool", "ArrCoc", "ArrCocPyramid"]
 
 CLASS_METHODS: Final = {
     QuestionClass.ATTRIBUTE: Method.ZIP,

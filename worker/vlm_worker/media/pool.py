@@ -34,7 +34,7 @@ from vlm_worker.media.decode_channel import (
 from vlm_worker.media.image_header import ImageHeader, ImageLimits, read_header
 from vlm_worker.media.patches import PatchExtractor
 from vlm_worker.media.texture import pixel_relevance
-from vlm_worker.reduction import Method, Reduction, cells_of, num_kept
+from vlm_worker.reduction import Reduction, cells_of, num_kept
 from vlm_worker.types import PreparedImage
 
 logger = logging.getLogger(__name__)
@@ -355,7 +355,7 @@ class MediaPool:
         geometry, reduction = image.geometry, image.spec.reduction
         pixels = np.frombuffer(body, np.uint8).reshape(geometry.height, geometry.width, 3)
         relevance = b""
-        if reduction is not None and reduction.method is Method.ARRCOC:
+        if reduction is not None and reduction.method.needs_relevance:
             # before the patches exist, within the memory that is reserved for them
             cells = cells_of(done.grid_thw, done.num_tokens)
             relevance = (await asyncio.to_thread(pixel_relevance, pixels, cells)).tobytes()
@@ -371,7 +371,8 @@ class MediaPool:
         if self._observer is not None:
             self._observer.image_prepared(times)
         known = done.image_key, done.grid_thw, done.num_tokens
-        return PreparedImage(*known, patches.data.cast("B"), reduction, relevance)
+        data = patches.data.cast("B")
+        return PreparedImage(*known, data, reduction, relevance, image.spec.salt)
 
     def _verdict(self, death: ChildDiedError, item: int) -> Exception:
         if death.returncode >= 0:

@@ -36,7 +36,9 @@ from vlm_worker.model.memory import (
     make_kv_layout,
     num_kv_blocks,
 )
+from vlm_worker.model.pyramid import tower_of
 from vlm_worker.model.runner import ModelRunner
+from vlm_worker.reduction import WINDOW
 from vlm_worker.settings import ComputeSettings
 from vlm_worker.types import KVLayout, PreparedImage, Stage
 
@@ -85,6 +87,8 @@ def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress
         activation_scales_hash=settings.activation_scales_hash,
         progress=progress,
     )
+    if loaded.has_encoder and settings.window_cache_bytes:
+        check_window_cache(loaded)
     is_compiled = settings.compile and gpu.serves(loaded.device)
     compiled = compile_layers(loaded.model) if is_compiled else []
     revision = settings.model_revision or loaded.checkpoint.revision()
@@ -92,7 +96,13 @@ def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress
     if loaded.has_lm:
         runner = _with_kv_cache(loaded, revision, settings)
     else:
-        runner = ModelRunner(loaded, revision, kv_layout=None, num_blocks=0)
+        runner = ModelRunner(
+            loaded,
+            revision,
+            kv_layout=None,
+            num_blocks=0,
+            window_cache_bytes=settings.window_cache_bytes,
+        )
     runner.streams = streams_for(
         loaded.device, has_encoder=loaded.has_encoder, has_lm=loaded.has_lm
     )
@@ -128,7 +138,25 @@ def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings)
         )
         del trial
     num_blocks = choose_num_blocks(loaded, layout, settings, reserved_bytes=reserved_bytes)
-    return ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
+    return ModelRunner(
+        loaded,
+        revision,
+        kv_layout=layout,
+        num_blocks=num_blocks,
+        window_cache_bytes=settings.window_cache_bytes,
+    )
+
+
+def check_window_cache(loaded: LoadedModel) -> None:
+    """Raise ModelConfigError if no state of this model's tower depends on a window alone."""
+    tower = tower_of(loaded.model)
+    first = min(getattr(tower, "fullatt_block_indexes", ()), default=0)
+    if loaded.family.window_cells != WINDOW or not first:
+        raise ModelConfigError(
+            f"--window-cache-bytes: {loaded.family.model_type} has no layers over windows of "
+            f"{WINDOW}x{WINDOW} visual tokens before its first layer over whole images; leave the "
+            "flag out"
+        )
 
 
 def choose_num_blocks(
@@ -144,7 +172,8 @@ def choose_num_blocks(
     """
     work_bytes = 0
     if loaded.device.type != "cpu":
-        work_bytes = device_work_bytes(
+        cached = settings.window_cache_bytes if loaded.has_encoder else 0
+        work_bytes = cached + device_work_bytes(
             loaded.model.config,
             loaded.family,
             loaded.stages,

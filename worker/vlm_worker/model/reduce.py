@@ -79,8 +79,8 @@ class Rankings:
                 return self.scores is not None
             case Method.ARRCOC:
                 return self.relevance is not None
-            case _:
-                return True
+            case method:
+                return not method.is_approximate
 
 
 def rank(rows_TD: torch.Tensor, cells: Cells, reduction: Reduction, known: Rankings) -> Groups:
@@ -118,6 +118,8 @@ def _rank(rows_TD: torch.Tensor, cells: Cells, reduction: Reduction, known: Rank
             if known.relevance is None or known.relevance.shape != cells:
                 raise EngineError("arrcoc needs the relevance of the image's cells")
             return _grouped(allocate(known.relevance, num_kept), cells)
+        case Method.ARRCOC_PYRAMID:
+            raise EngineError("arrcocpyramid has no rows of the whole image")
         case Method.DIVERSE:
             if len(known.order) < num_kept:
                 likely = len(rows_TD) // 2 if len(rows_TD) <= MAX_MATRIX_ROWS else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from vlm_kernels import (
     scatter_blocks,
 )
 from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput
+from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.gpu.graphs import DecodeGraphs
@@ -56,6 +57,9 @@ def _needs_scores(image: PreparedImage) -> bool:
 
 T = TypeVar("T")
 
+WINDOW_TTL_SECONDS: Final = 600.0
+"""As the default of `--embedding-ttl-seconds`: then a window's uses count half."""
+
 
 class ModelRunner:
     """Owns the weights, the KV buffer and the device.
@@ -65,7 +69,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, revision: str, *, kv_layout: KVLayout | None, num_blocks: int
+        self,
+        loaded: LoadedModel,
+        revision: str,
+        *,
+        kv_layout: KVLayout | None,
+        num_blocks: int,
+        window_cache_bytes: int = 0,
     ) -> None:
         self._loaded, self._model = loaded, loaded.model
         self.device, self.family = loaded.device, loaded.family
@@ -87,15 +97,25 @@ class ModelRunner:
             self._decoder = Decoder(self._model.get_decoder(), head)
         self.graphs: DecodeGraphs | None = None
         self.streams = SingleStream()
-        self._images = ImageEncoder(self._model, self.family.processor, device=self.device)
+        self.windows: WindowCache | None = None
+        if window_cache_bytes and loaded.has_encoder:
+            self.windows = WindowCache(max_bytes=window_cache_bytes, ttl_seconds=WINDOW_TTL_SECONDS)
+        self._images = ImageEncoder(
+            self._model,
+            self.family.processor,
+            device=self.device,
+            windows=self.windows,
+            fingerprint=self.embed_layout.fingerprint,
+        )
 
     def work_bytes(self, sizes: WorkSizes) -> int:
         """Estimate the temporary host memory of one step and one encoder call, in bytes.
 
-        With a GPU, only the patches use host memory.
+        The cache of windows is in it. With a GPU, only the patches use host memory.
         """
         loaded, on_host = self._loaded, self.device.type == "cpu"
-        return work_bytes(
+        cached = self.windows.max_bytes if self.windows is not None and on_host else 0
+        return cached + work_bytes(
             self._model.config,
             self.family,
             loaded.stages if on_host else loaded.stages & {Stage.ENCODER},
@@ -145,6 +165,7 @@ class ModelRunner:
         That is so for ZIP if the embedding has no scores, and for ARRCOC if neither the embedding
         nor `image` has the relevance of the pixels.
         """
+        assert image.is_reduced_after
         assert image.reduction is not None
         embedding.rankings.learn(image)
         if not embedding.rankings.can(image.reduction):

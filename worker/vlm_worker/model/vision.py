@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,15 @@ import numpy as np
 import torch
 
 from vlm_worker.core.encoding import encode_each
-from vlm_worker.core.image_geometry import FixedProcessor, Processor
+from vlm_worker.core.image_geometry import DynamicProcessor, FixedProcessor, Processor
+from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import EngineError
+from vlm_worker.model.pyramid import PyramidEncoder, tower_of
 from vlm_worker.model.reduce import Rankings, rank
 from vlm_worker.model.vision_blocks import TokenScorer
 from vlm_worker.types import PreparedImage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,28 +51,73 @@ class Embedding:
 class ImageEncoder:
     """The vision tower and projector of a loaded model."""
 
-    def __init__(self, model: Any, processor: Processor, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Processor,
+        *,
+        device: torch.device,
+        windows: WindowCache | None = None,
+        fingerprint: bytes = b"",
+    ) -> None:
+        """`windows` caches states of windows; `fingerprint` is of the model that made them."""
         self._model, self._processor, self._device = model, processor, device
+        self._windows, self._fingerprint = windows, fingerprint
+        self._is_approximate = False  # some image was
 
     def encode(
         self, images: Sequence[PreparedImage], *, scored: bool = False
     ) -> list[Embedding | Exception]:
         """Encode images in one call; if it fails, one by one (`encode_each`).
 
-        `scored` asks for the scores of visual tokens; it changes no row. Raises EngineError if
-        the tower of this model cannot score them.
+        Images of approximate reductions are a call of their own. `scored` asks for the scores of
+        visual tokens of the others; it changes no row.
+
+        Raises:
+            EngineError: the tower of this model cannot score visual tokens.
         """
         if scored and self._scorer is None:
             raise EngineError("the vision tower of this model has no scores of visual tokens")
-        return encode_each(functools.partial(self._encode_together, scored=scored), images)
+        together = functools.partial(self._encode_together, scored=scored)
+        if not any(image.is_approximate for image in images):
+            return encode_each(together, images)
+        wholes = iter(encode_each(together, [one for one in images if not one.is_approximate]))
+        others = iter(
+            encode_each(self._encode_windows, [one for one in images if one.is_approximate])
+        )
+        return [next(others if image.is_approximate else wholes) for image in images]
 
     @functools.cached_property
     def _scorer(self) -> TokenScorer | None:
         return TokenScorer.of(self._model)
 
+    @functools.cached_property
+    def _pyramids(self) -> PyramidEncoder:
+        tower = tower_of(self._model)
+        if tower is None or not isinstance(self._processor, DynamicProcessor):
+            raise EngineError("the vision tower of this model has no windows at several scales")
+        return PyramidEncoder(tower, self._processor, cache=self._windows, model=self._fingerprint)
+
+    def _encode_windows(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
+        if not self._is_approximate:
+            self._is_approximate = True
+            logger.info("images are encoded at several scales: arrcocpyramid is approximate")
+        encoded = self._pyramids.encode(images, [self._values(image) for image in images])
+        return [
+            Embedding(rows, places=places)
+            if is_finite(rows)
+            else EngineError(f"the encoder's output for grid {image.grid_thw} is not finite")
+            for image, (rows, places) in zip(images, encoded, strict=True)
+        ]
+
     def _encode_together(
         self, images: Sequence[PreparedImage], *, scored: bool
     ) -> list[Embedding | Exception]:
+        if self._windows is not None and not scored:
+            found = self._pyramids.encode_whole(images, [self._values(image) for image in images])
+            return [
+                self._checked(image, rows, None) for image, rows in zip(images, found, strict=True)
+            ]
         values = _joined([self._values(image) for image in images])
         arguments: dict[str, torch.Tensor] = {}
         if isinstance(self._processor, FixedProcessor):

@@ -190,6 +190,7 @@ class ComputeSettings:
         kv_memory_percent: its size as a share of the memory left after loading.
         num_threads: CPU threads; 0 is torch's default (`OMP_NUM_THREADS`, else all cores), at most
             the container's CPUs.
+        window_cache_bytes: of states of windows on the device (`core.window_cache`); 0 is none.
     """
 
     dtype: str = option("--dtype", one_of(("auto", "bfloat16", "float16", "float32")), "auto")
@@ -236,6 +237,7 @@ class ComputeSettings:
         "--kv-memory-percent", PERCENT, None, exclusive="KV memory"
     )
     num_threads: int = option("--threads", at_least(0), 0, "of the CPU; 0 is all of them")
+    window_cache_bytes: int = option("--window-cache-bytes", at_least(0), 0, "for Qwen2.5-VL")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 from vlm_worker.core.image_geometry import Geometry, Grid, Processor
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
-from vlm_worker.reduction import Reduction, num_kept
+from vlm_worker.reduction import WINDOW, Reduction, num_kept
 from vlm_worker.types import ImageItem
 from vlm_worker.weights import Part
 
@@ -82,6 +82,8 @@ class Family:
             them is `image_token_id`, which `expand` repeats.
         vocab_size: ids below it have an embedding.
         max_position_embeddings: the longest sequence of the language model, in tokens.
+        window_cells: visual tokens of a window of the vision tower in each direction; 0 if it has
+            no windows.
     """
 
     model_type: str
@@ -93,6 +95,7 @@ class Family:
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
+    window_cells: int = 0
 
     @property
     def num_position_rows(self) -> int:
@@ -120,7 +123,7 @@ class Family:
         num_tokens = self.processor.num_tokens(grid_thw)
         if reduction is None or num_tokens is None:
             return num_tokens
-        self.check_reducible()
+        self.check_reducible(reduction)
         return num_kept(reduction, grid_thw, num_tokens)
 
     @property
@@ -131,12 +134,19 @@ class Family:
         """
         return self.spec.positions == "mrope" and not self.spec.bidirectional_spans
 
-    def check_reducible(self) -> None:
-        """Raise InvalidRequestError if visual tokens of this family cannot be reduced."""
+    def check_reducible(self, reduction: Reduction) -> None:
+        """Raise InvalidRequestError if visual tokens of this model cannot be reduced so."""
         if not self.is_reducible:
             raise InvalidRequestError(
                 f"visual tokens of {self.model_type} cannot be reduced: its positions have no rows "
                 "and columns",
+                param="visual",
+            )
+        if reduction.method.is_approximate and self.window_cells not in (0, WINDOW):
+            raise InvalidRequestError(
+                f"{reduction.method} needs a vision tower with windows of {WINDOW}x{WINDOW} visual "
+                f"tokens, or without any; those of this model are {self.window_cells}x"
+                f"{self.window_cells}: choose another method",
                 param="visual",
             )
 

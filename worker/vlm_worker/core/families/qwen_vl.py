@@ -24,8 +24,10 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
     must_equal(vision, "spatial_merge_size", processor.merge_size, default=2)
     must_equal(vision, "temporal_patch_size", processor.temporal_patch_size, default=2)
     image_token_id = config.count("image_token_id", least=0)
+    model_type = config.text("model_type")
+    has_windows = model_type == "qwen2_5_vl"
     return Family(
-        model_type=config.text("model_type"),
+        model_type=model_type,
         spec=spec,
         processor=processor,
         image_token_id=image_token_id,
@@ -34,6 +36,7 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
         vocab_size=text.count("vocab_size"),
         hidden_size=text.count("hidden_size"),
         max_position_embeddings=text.count("max_position_embeddings"),
+        window_cells=vision.count("window_size", 112) // processor.factor if has_windows else 0,
     )
 
 
