@@ -1,7 +1,6 @@
 """The messages of worker.proto as values, with their bounds and codecs.
 
-`Request`, `Source` and `StageSpan` are in types.py; this module has the types that only calls use.
-A codec checks what it decodes: InvalidRequestError names the invalid field.
+`Request`, `Source` and `StageSpan` are in types.py. InvalidRequestError names an invalid field.
 """
 
 from __future__ import annotations
