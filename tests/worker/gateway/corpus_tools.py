@@ -96,10 +96,7 @@ TOOL_ROWS = [
     Bad("a union as an object", schema(anyOf={}), 400, TYPE, f"{P}.anyOf"),
     Bad("a union of text", schema(anyOf=["a"]), 400, TYPE, f"{P}.anyOf[0]"),
     Bad("strict as text", tools(tool(strict="yes")), 400, TYPE, f"{F}.strict"),
-    Bad("a strict tool", tools(tool(strict=True)), 400, UNSUPPORTED, f"{F}.strict"),
     Bad("a choice of another word", tools(tool(), tool_choice="any"), 400, INVALID, "tool_choice"),
-    Bad("a required call", tools(tool(), tool_choice="required"), 400, UNSUPPORTED, "tool_choice"),
-    Bad("a named call", tools(tool(), tool_choice=NAMED), 400, UNSUPPORTED, "tool_choice"),
     Bad("a choice without tools", chat(tool_choice="auto"), 400, INVALID, "tool_choice"),
     Bad("a name without tools", chat(tool_choice=NAMED), 400, INVALID, "tool_choice.function.name"),
     Bad(

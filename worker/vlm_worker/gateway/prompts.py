@@ -103,6 +103,11 @@ class PromptBuilder:
     def control_tokens(self) -> list[str]:
         return self._pieces.control_tokens
 
+    @property
+    def control_ids(self) -> dict[str, int]:
+        """The ids of the control tokens, by their texts."""
+        return self._pieces.control_ids
+
     def ids_of(self, control_tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of control tokens of this tokenizer."""
         wanted, ids = set(control_tokens), self.tokenizer.get_added_tokens_decoder()
@@ -311,6 +316,10 @@ class PieceEncoder:
     @property
     def control_tokens(self) -> list[str]:
         return list(self._control)
+
+    @property
+    def control_ids(self) -> dict[str, int]:
+        return {text: token_id for text, (token_id, _) in self._control.items()}
 
     def encode(self, pieces: Sequence[PromptPiece]) -> list[int]:
         """Return token ids with one placeholder per image.

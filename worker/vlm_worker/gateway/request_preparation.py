@@ -22,10 +22,10 @@ from vlm_worker.gateway.api.requests import (
     Options,
     SamplingOptions,
     TextPart,
+    check_end,
     parse_chat,
     parse_completion,
 )
-from vlm_worker.gateway.api.tools import ToolUse
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.conversation import Conversation, client_texts
@@ -39,6 +39,7 @@ from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
+from vlm_worker.gateway.responding.enforced import enforced, schemas_of
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
@@ -178,7 +179,6 @@ class Preparer:
     ) -> PreparedRequest:
         messages = _without(request.messages, [i for i, p in enumerate(checked) if p is None])
         images = tuple(p for p in checked if p is not None)
-        check_enforced(request.tools)
         said = Conversation(messages, request.tools.offered, request.reasoning_effort)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
         if said.tools or any(m.tool_calls or m.reasoning for m in messages):
@@ -202,8 +202,9 @@ class Preparer:
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
             return self.prompt_builder.chat(_conversation_without(said, dropped), counts)
 
-        prepared = self._prepared_request(ask, prompt_without, images)
         form = self._answer_form(request, prompt.opening)
+        ask = dataclasses.replace(ask, options=await self._enforcing(request, form))
+        prepared = self._prepared_request(ask, prompt_without, images)
         return dataclasses.replace(
             prepared,
             answer_form=form,
@@ -211,6 +212,23 @@ class Preparer:
             next_turn=next_turn if form is None else None,
             pins_session=request.is_session,
         )
+
+    async def _enforcing(self, request: ChatRequest, form: AnswerForm | None) -> Options:
+        """Return the options with the grammar that tools and `response_format` ask for together.
+
+        Raises:
+            ApiError: 400; there is no such grammar, or it cannot be used.
+        """
+        options = request.options
+        asked = options.sampling.grammar
+        grammar = enforced(request.tools, asked, form, self.prompt_builder.control_ids)
+        if grammar is None or grammar is asked:
+            return options
+        check_end(options.sampling.given, grammar)
+        for one in (*schemas_of(request.tools), grammar):  # alone, so that an error names its part
+            await self.grammar_checks.check(one)
+        sampling = dataclasses.replace(options.sampling, grammar=grammar)
+        return dataclasses.replace(options, sampling=sampling)
 
     def _answer_form(self, request: ChatRequest, opening: str) -> AnswerForm | None:
         """Return how answers are read; None if they are content alone.
@@ -371,23 +389,6 @@ class _Ask:
     tenant: str
     num_text_bytes: int
     param: str
-
-
-def check_enforced(tools: ToolUse) -> None:
-    """Raise ApiError (400) for calls that a grammar must enforce.
-
-    This is the only place that refuses them: with grammars it makes the request's instead, by
-    `responding.tool_grammar`.
-    """
-    built = "is not supported: constrained output is not built; send 'auto'."
-    if tools.choice == "required":
-        raise unsupported("tool_choice", f"'tool_choice' {built}")
-    for index, tool in enumerate(tools.offered):
-        if tool.strict:
-            where = f"tools[{index}].function.strict"
-            raise unsupported(
-                where, f"'{where}' is not supported: constrained output is not built; send false."
-            )
 
 
 def _conversation_without(said: Conversation, dropped: Collection[int]) -> Conversation:

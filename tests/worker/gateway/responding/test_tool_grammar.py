@@ -14,7 +14,12 @@ from worker.gateway.responding.written import WRITERS, Call, parsed
 from vlm_worker.gateway.api.tools import Tool, ToolUse
 from vlm_worker.gateway.responding.builtin import builtin
 from vlm_worker.gateway.responding.dialect_grammar import GrammarError
-from vlm_worker.gateway.responding.tool_grammar import CallTool, grammar_of, tool_grammar
+from vlm_worker.gateway.responding.tool_grammar import (
+    CallTool,
+    content_grammar,
+    grammar_of,
+    tool_grammar,
+)
 
 CONTROL = ["<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 IDS = {token: 257 + number for number, token in enumerate(CONTROL)}
@@ -218,3 +223,36 @@ def test_twenty_tools_are_a_small_grammar() -> None:
     many = [CallTool(f"f{number}", WEATHER) for number in range(20)]
     for form in WRITERS:
         assert len(Checked(form, tools=many).text) < 64 * 1024
+
+
+COLOUR = {"type": "object", "properties": {"c": {"enum": ["red"]}}, "required": ["c"],
+          "additionalProperties": False}  # fmt: skip
+
+
+@FORMS
+def test_beside_a_format_an_answer_is_calls_or_a_text_of_it(form: str) -> None:
+    if form == "llama3_json":
+        with pytest.raises(GrammarError, match="begin as text does"):
+            Checked(form, content=COLOUR)
+        return
+    grammar = Checked(form, content=COLOUR)
+    assert grammar.accepts('{"c": "red"}')
+    assert grammar.accepts('<think>\nHm.\n</think>\n\n{"c": "red"}')
+    assert grammar.accepts(WRITERS[form](CALLS[:1]))
+    assert not grammar.accepts('{"c": "blue"}')
+    assert not grammar.accepts("red")
+
+
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_a_format_begins_behind_the_reasoning(in_reasoning: bool) -> None:
+    text = content_grammar(builtin(None), COLOUR, control_ids={}, in_reasoning=in_reasoning)
+
+    def accepts(answer: str) -> bool:
+        matcher = LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(text))
+        ids = list(answer.encode())
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert accepts('{"c": "red"}') is not in_reasoning
+    begun = "" if in_reasoning else "<think>"
+    assert accepts(begun + 'It is {"c": 1}.\n</think>\n\n{"c": "red"}')
+    assert not accepts(begun + "It is red.</think>red")

@@ -187,6 +187,16 @@ class SamplingOptions:
     grammar: Grammar | None = None
 
 
+def check_end(given: Mapping[str, Any], grammar: Grammar | None) -> None:
+    """Raise ApiError (400) if an answer with a grammar should not end where the grammar ends."""
+    if grammar is not None and given.get("ignore_eos"):
+        raise invalid(
+            f"'ignore_eos' and '{grammar.path}' exclude each other: a grammar says where an answer "
+            "ends.",
+            param="ignore_eos",
+        )
+
+
 def parse_sampling(
     fields: Fields, num_logprobs: int | None, grammar: Grammar | None = None
 ) -> SamplingOptions:
@@ -201,12 +211,7 @@ def parse_sampling(
             value = take(field.name, minimum=parameter.minimum, maximum=parameter.maximum)
         if value is not None:
             given[field.name] = field.default if value == parameter.unset else value
-    if grammar is not None and given.get("ignore_eos"):
-        raise invalid(
-            f"'ignore_eos' and '{grammar.path}' exclude each other: a grammar says where an answer "
-            "ends.",
-            param="ignore_eos",
-        )
+    check_end(given, grammar)
     priority = fields.integer("priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
     return SamplingOptions(
         given=given,

@@ -239,7 +239,7 @@ CHAT: Final = (
     _supported(
         "tools", "1 to 128 functions, if the model's chat template writes tools; see tool calls"
     ),
-    _supported("tool_choice", "`auto`, `none`; `required` and a named function are not built"),
+    _supported("tool_choice", "`auto`, `none`, `required`, or a named function"),
     _supported("parallel_tool_calls", "`false`: the answer ends after its first call"),
     _supported(
         "reasoning_effort",

@@ -33,11 +33,18 @@ class AnswerForm:
     max_calls: int | None
     kept_ids: frozenset[int]
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the prompt has begun the reasoning."""
+        return self._parser().in_reasoning
+
     def reader(self, request_id: str, choice: int) -> MessageReader:
-        parser = AnswerParser(
+        return MessageReader(self._parser(), f"{request_id}/{choice}")
+
+    def _parser(self) -> AnswerParser:
+        return AnswerParser(
             self.template, tools=self.tools, opening=self.opening, max_calls=self.max_calls
         )
-        return MessageReader(parser, f"{request_id}/{choice}")
 
 
 class MessageReader:

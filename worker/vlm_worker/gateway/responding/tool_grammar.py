@@ -58,6 +58,7 @@ def tool_grammar(
     parallel: bool,
     control_ids: Mapping[str, int],
     in_reasoning: bool = False,
+    content: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the grammar of an answer.
 
@@ -68,15 +69,26 @@ def tool_grammar(
         parallel: whether there may be several calls.
         control_ids: ids of control tokens, which have no text.
         in_reasoning: the prompt has begun the reasoning.
+        content: JSON schema of an answer without calls; only with `required`.
 
     Raises:
         GrammarError: the format cannot enforce a schema, or cannot tell a call from text.
     """
-    region = template.region(Kind.CALLS)
-    assert region is not None
-    return _Writer(region, control_ids).grammar(
-        template, tools, mode=mode, parallel=parallel, in_reasoning=in_reasoning
+    assert content is None or mode == "required"
+    return _Writer(template.region(Kind.CALLS), control_ids).grammar(
+        template, tools, mode=mode, parallel=parallel, in_reasoning=in_reasoning, content=content
     )
+
+
+def content_grammar(
+    template: ResponseTemplate,
+    content: Mapping[str, Any],
+    *,
+    control_ids: Mapping[str, int],
+    in_reasoning: bool,
+) -> str:
+    """Return the grammar of a JSON text behind the reasoning that a model may write before it."""
+    return _Writer(None, control_ids).only(template, content, in_reasoning=in_reasoning)
 
 
 def grammar_of(
@@ -85,16 +97,18 @@ def grammar_of(
     *,
     control_ids: Mapping[str, int],
     in_reasoning: bool,
+    content: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Return the grammar that a request's tools ask for; None if nothing is enforced.
 
-    It is with `required`, a named function, or a strict tool. The schema of a tool that is not
-    strict is then a hint for the model only.
+    It is with `required`, a named function, a strict tool, or `content`, the JSON schema of an
+    answer without calls. The schema of a tool that is not strict is then a hint for the model only.
 
     Raises:
         GrammarError: as `tool_grammar`.
     """
-    if use.choice != "required" and not any(tool.strict for tool in use.offered):
+    must = use.choice == "required"
+    if not must and content is None and not any(tool.strict for tool in use.offered):
         return None
     tools = [
         CallTool(tool.name, (tool.parameters or _EMPTY) if tool.strict else None)
@@ -104,10 +118,11 @@ def grammar_of(
     return tool_grammar(
         template,
         tools,
-        mode="required" if use.choice == "required" else "auto",
+        mode="required" if must or content is not None else "auto",
         parallel=use.parallel and use.named is None,
         control_ids=control_ids,
         in_reasoning=in_reasoning,
+        content=None if must else content,
     )
 
 
@@ -118,11 +133,11 @@ _EMPTY: Final = {"type": "object", "properties": {}, "additionalProperties": Fal
 class _Writer:
     """Writes the rules of one grammar."""
 
-    def __init__(self, region: Region, control_ids: Mapping[str, int]) -> None:
-        assert region.begin is not None
-        self._begin = region.begin.nodes
-        self._end = region.end.nodes if region.end is not None else ()
-        self._form = region.calls
+    def __init__(self, region: Region | None, control_ids: Mapping[str, int]) -> None:
+        begin, end = (None, None) if region is None else (region.begin, region.end)
+        self._begin = begin.nodes if begin is not None else ()
+        self._end = end.nodes if end is not None else ()
+        self._form = None if region is None else region.calls
         self._control_ids = control_ids
         self._rules: list[str] = []
         self._dialect = DialectRules(self._text, self._rules)
@@ -135,6 +150,7 @@ class _Writer:
         mode: Mode,
         parallel: bool,
         in_reasoning: bool,
+        content: Mapping[str, Any] | None,
     ) -> str:
         lead = self._reasoning(template, in_reasoning=in_reasoning)
         trigger = self._trigger() if mode == "auto" else None
@@ -150,7 +166,18 @@ class _Writer:
         if trigger is not None:
             self._rules.append(f"rest: {_ANY}")
             calls = f"{calls} rest"
+        if content is not None:
+            self._first_text()
+            self._rules.append(f"json: {_json_rule(content)}")
+            calls = f"({calls} | json)"
         return "\n".join([f"start: {lead}{calls}", *self._rules, _SPACE_RULE])
+
+    def only(
+        self, template: ResponseTemplate, content: Mapping[str, Any], *, in_reasoning: bool
+    ) -> str:
+        lead = self._reasoning(template, in_reasoning=in_reasoning)
+        self._rules.append(f"json: {_json_rule(content)}")
+        return "\n".join([f"start: {lead}json", *self._rules, _SPACE_RULE])
 
     def _reasoning(self, template: ResponseTemplate, *, in_reasoning: bool) -> str:
         region = template.region(Kind.REASONING)
@@ -173,13 +200,18 @@ class _Writer:
 
     def _trigger(self) -> str:
         """Write the rule `head`: text up to the first anchor of a call; return the anchor."""
+        first = self._first_text()
+        anchor = next((token for token in self._control_ids if first.startswith(token)), first)
+        self._rules.append(self._until("head", anchor))
+        return anchor
+
+    def _first_text(self) -> str:
+        """The text with which a call begins, and no other answer."""
         runs = literal_runs(self._begin)
         first = next((node for node in self._begin if not _is_space(node)), None)
         if not runs or not isinstance(first, Char) or plain_char(first.text) is None:
             raise GrammarError("this model's calls begin as text does; send 'required'")
-        anchor = next((token for token in self._control_ids if runs[0].startswith(token)), runs[0])
-        self._rules.append(self._until("head", anchor))
-        return anchor
+        return runs[0]
 
     def _call(self, tool: CallTool, rule: str, trigger: str | None) -> str:
         parts = [*self._anchor(self._begin, tool, trigger)]
