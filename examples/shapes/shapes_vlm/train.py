@@ -17,6 +17,7 @@ import multiprocessing
 import random
 import time
 from pathlib import Path
+from queue import Full
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ def draw_forever(queue: Any, state: Any, arguments: argparse.Namespace) -> None:
     styles = Trained(tuple(fonts), arguments.share_plain)
     mix = batches.Mix(styles, arguments.share_conversations)
     number = 0
+    parent = multiprocessing.parent_process()
     while True:
         answering, progress = bool(state[0]), state[1]
         if answering:
@@ -138,7 +140,18 @@ def draw_forever(queue: Any, state: Any, arguments: argparse.Namespace) -> None:
         else:
             batch = batches.draw_clutter(rng, progress, arguments.cells, mix)
         number += 1
-        queue.put(batch)
+        while not _put(queue, batch):
+            if parent is not None and not parent.is_alive():
+                return
+
+
+def _put(queue: Any, batch: batches.Batch) -> bool:
+    """Queue a batch; False if the queue stays full for a while."""
+    try:
+        queue.put(batch, timeout=10)
+    except Full:
+        return False
+    return True
 
 
 def train(arguments: argparse.Namespace) -> None:
