@@ -15,10 +15,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from shapes_vlm import conversations, drawing, questions, scenes
+from shapes_vlm.style import Trained
 
 NO_LOSS = -100
 SHARED_BRANCH, PADDING_BRANCH = -2, -1
 MAX_BRANCH_TOKENS = 120  # of all branches of one picture
+MAX_TURNS, MAX_CONVERSATION_TOKENS = 6, 170
 _KINDS = {"shapes": 64, "text": 24, "grid": 9, "chart": 11}
 
 Branch = tuple[list[int], list[int]]  # token ids, labels
@@ -107,7 +109,15 @@ class Prompts:
         return np.array(ids), np.array(positions).T, p
 
 
-def draw(prompts: Prompts, rng: random.Random, progress: float, num_cells: int) -> Batch:
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """What training shows: styles, and the share of pictures with a conversation about them."""
+
+    styles: Trained = dataclasses.field(default_factory=Trained)
+    share_conversations: float = 0.0
+
+
+def draw(prompts: Prompts, rng: random.Random, progress: float, num_cells: int, mix: Mix) -> Batch:
     """Questions about pictures of one size, one in ten batches about two pictures each."""
     two = rng.random() < 0.1
     width, height = _size(rng, progress)
@@ -120,13 +130,18 @@ def draw(prompts: Prompts, rng: random.Random, progress: float, num_cells: int) 
     rows: list[list[Branch]] = []
     while len(rows) < count:
         if two:
-            new = [scenes.scene_shapes(rng, width, height, 4) for _ in range(2)]
+            look = mix.styles.draw(rng)
+            new = [scenes.scene_shapes(rng, width, height, 4, style=look) for _ in range(2)]
             asked = conversations.two_image_questions(*new, rng, 4)
         else:
-            new = [scenes.make_scene(rng, width, height, rng.choice(kinds))]
+            look = mix.styles.draw(rng)
+            new = [scenes.make_scene(rng, width, height, rng.choice(kinds), look)]
             most = {"text": 3, "grid": 5, "chart": 5}.get(new[0]["kind"], 10)
             asked = questions.questions(new[0], rng, most)
-        row = _fit([prompts.branch(turns) for _, turns in asked])
+        if rng.random() < mix.share_conversations:
+            row = _conversation(prompts, [turn for _, turns in asked for turn in turns], rng)
+        else:
+            row = _fit([prompts.branch(turns) for _, turns in asked])
         if row:
             rows.append(row)
             drawn += new
@@ -134,22 +149,33 @@ def draw(prompts: Prompts, rng: random.Random, progress: float, num_cells: int) 
     return Batch(_pictures(drawn, rng), _pack(prompts, rows, ids, positions, start))
 
 
-def draw_clutter(rng: random.Random, progress: float, num_cells: int) -> Batch:
+def _conversation(
+    prompts: Prompts, turns: list[tuple[str, str]], rng: random.Random
+) -> list[Branch]:
+    """One branch: two to six turns that follow each other."""
+    turns = turns[: rng.randint(2, MAX_TURNS)]
+    while turns and len(prompts.branch(turns)[0]) > MAX_CONVERSATION_TOKENS:
+        turns.pop()
+    return [prompts.branch(turns)] if turns else []
+
+
+def draw_clutter(rng: random.Random, progress: float, num_cells: int, mix: Mix) -> Batch:
     """Dense scenes for the vision tower alone."""
     width, height = _size(rng, min(progress * 0.6, 0.5))
     count = max(4, min(48, int(2 * num_cells / (width * height / 784))))
     drawn = [
-        scenes.clutter_scene(rng, width, height)
+        scenes.clutter_scene(rng, width, height, mix.styles.draw(rng))
         if rng.random() < 0.7
-        else scenes.make_scene(rng, width, height)
+        else scenes.make_scene(rng, width, height, style=mix.styles.draw(rng))
         for _ in range(count)
     ]
     return Batch(_pictures(drawn, rng))
 
 
-def clutter_pictures(rng: random.Random, count: int) -> Pictures:
+def clutter_pictures(rng: random.Random, count: int, mix: Mix) -> Pictures:
     """Small cluttered pictures that keep characters and shapes coming for the vision tower."""
-    return _pictures([scenes.clutter_scene(rng, 140, 112) for _ in range(count)], rng)
+    drawn = [scenes.clutter_scene(rng, 140, 112, mix.styles.draw(rng)) for _ in range(count)]
+    return _pictures(drawn, rng)
 
 
 def draw_text(prompts: Prompts, rng: random.Random) -> Questions:
@@ -203,7 +229,8 @@ def _weights(labels: np.ndarray, branches: np.ndarray, end: int) -> np.ndarray:
     for k in range(len(labels)):
         for number in range(branches[k].max() + 1):
             member = branches[k] == number
-            num_tokens = max(1, (labels[k, member] != NO_LOSS).sum())
+            num_answers = max(1, (labels[k, member] == end).sum())
+            num_tokens = max(1, (labels[k, member] != NO_LOSS).sum()) / num_answers
             weights[k, member] *= min(1.0, 4 / num_tokens)
     return weights.astype(np.float32)
 

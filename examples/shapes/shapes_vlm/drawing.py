@@ -8,21 +8,14 @@ import random
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from shapes_vlm.style import PALETTES, PLAIN, Style, font
 
 PATCH = 14  # ViT patch; one visual token = 2x2 patches = 28x28 pixels
 CELL = 28
 
-COLORS = {
-    "red": (220, 40, 40),
-    "green": (40, 160, 60),
-    "blue": (50, 80, 220),
-    "yellow": (240, 220, 50),
-    "orange": (245, 140, 30),
-    "purple": (140, 60, 180),
-    "pink": (250, 150, 190),
-    "cyan": (60, 200, 220),
-}
+COLORS = PALETTES["plain"]
 BGS = {
     "white": (246, 246, 246),
     "gray": (150, 150, 150),
@@ -39,12 +32,6 @@ N_AUX_CHAR = 1 + len(CHARS)
 
 
 @functools.cache
-def font(size: int) -> Any:
-    """The font embedded in Pillow, so that no font file is needed."""
-    return ImageFont.load_default(size)
-
-
-@functools.cache
 def _noise() -> np.ndarray:
     return np.random.RandomState(0).randn(1024, 1024, 1).astype(np.float32)
 
@@ -53,19 +40,22 @@ def _jitter(rgb, rng, k=12):
     return tuple(int(min(255, max(0, c + rng.randint(-k, k)))) for c in rgb)
 
 
-def _draw_shape(d, shape, cx, cy, r, fill, s=1):
+def _draw_shape(d, shape, cx, cy, r, fill, s=1, line=None):
     cx, cy, r = cx * s, cy * s, r * s
+    edge = {} if line is None else {"outline": line[0], "width": line[1] * s}
     if shape == "circle":
-        d.ellipse((cx - r, cy - r, cx + r, cy + r), fill=fill)
+        d.ellipse((cx - r, cy - r, cx + r, cy + r), fill=fill, **edge)
     elif shape == "ring":
         d.ellipse((cx - r, cy - r, cx + r, cy + r), outline=fill, width=max(2, int(r * 0.38)))
     elif shape == "square":
         q = r * 0.86
-        d.rectangle((cx - q, cy - q, cx + q, cy + q), fill=fill)
+        d.rectangle((cx - q, cy - q, cx + q, cy + q), fill=fill, **edge)
     elif shape == "diamond":
-        d.polygon([(cx, cy - r), (cx + r * 0.8, cy), (cx, cy + r), (cx - r * 0.8, cy)], fill=fill)
+        points = [(cx, cy - r), (cx + r * 0.8, cy), (cx, cy + r), (cx - r * 0.8, cy)]
+        d.polygon(points, fill=fill, **edge)
     elif shape == "triangle":
-        d.polygon([(cx, cy - r), (cx + r, cy + r * 0.85), (cx - r, cy + r * 0.85)], fill=fill)
+        points = [(cx, cy - r), (cx + r, cy + r * 0.85), (cx - r, cy + r * 0.85)]
+        d.polygon(points, fill=fill, **edge)
     elif shape == "cross":
         q = r * 0.34
         d.rectangle((cx - r, cy - q, cx + r, cy + q), fill=fill)
@@ -75,29 +65,41 @@ def _draw_shape(d, shape, cx, cy, r, fill, s=1):
         for i in range(10):
             a, q = -math.pi / 2 + i * math.pi / 5, (r * 1.08 if i % 2 == 0 else r * 0.44)
             pts.append((cx + q * math.cos(a), cy + q * math.sin(a)))
-        d.polygon(pts, fill=fill)
+        d.polygon(pts, fill=fill, **edge)
+
+
+def _draw(sc: dict[str, Any], d: Any, s: int, style: Style, rng: random.Random) -> None:
+    ink = (235, 235, 235) if sc["bg"] in ("black", "brown") else (40, 40, 40)
+    line = (ink, style.outline) if style.outline else None
+    for x0, y0, x1, y1, fill in sc.get("rects", ()):
+        d.rectangle((x0 * s, y0 * s, x1 * s - 1, y1 * s - 1), fill=fill)
+    for o in sc["objs"]:
+        rgb = _jitter(style.colours[o["color"]], rng, style.jitter)
+        if o["shape"] in SHAPES:
+            _draw_shape(d, o["shape"], o["cx"], o["cy"], o["r"], rgb, s, line)
+        else:  # bar or cell: a rectangle
+            x0, y0, x1, y1 = o["box"]
+            edge = {} if line is None else {"outline": line[0], "width": line[1] * s}
+            d.rectangle((x0 * s, y0 * s, x1 * s - 1, y1 * s - 1), fill=rgb, **edge)
+    for t in sc["texts"]:
+        name = t["color"]
+        rgb = _jitter(style.colours[name], rng, style.jitter) if name in COLORS else BGS[name]
+        at = t["x"] * s, t["y"] * s
+        d.text(at, t["s"], fill=rgb, font=font(t["size"] * s, style.font), anchor="lm")
 
 
 def render(sc: dict[str, Any], rng: random.Random) -> np.ndarray:
     """Scene dict -> RGB uint8 array [H, W, 3]."""
+    style: Style = sc.get("style", PLAIN)
+    s = style.samples or (2 if rng.random() < 0.35 else 1)  # soft edges, or plain ones
     W, H = sc["W"], sc["H"]
-    s = 2 if rng.random() < 0.35 else 1  # supersampled (soft edges) or plain
-    im = Image.new("RGB", (W * s, H * s), _jitter(BGS[sc["bg"]], rng, 7))
-    d = ImageDraw.Draw(im)
-    for x0, y0, x1, y1, fill in sc.get("rects", ()):
-        d.rectangle((x0 * s, y0 * s, x1 * s - 1, y1 * s - 1), fill=fill)
-    for o in sc["objs"]:
-        rgb = _jitter(COLORS[o["color"]], rng)
-        if o["shape"] in SHAPES:
-            _draw_shape(d, o["shape"], o["cx"], o["cy"], o["r"], rgb, s)
-        else:  # bar or cell: a rectangle
-            x0, y0, x1, y1 = o["box"]
-            d.rectangle((x0 * s, y0 * s, x1 * s - 1, y1 * s - 1), fill=rgb)
-    for t in sc["texts"]:
-        rgb = _jitter(COLORS[t["color"]], rng) if t["color"] in COLORS else BGS[t["color"]]
-        d.text((t["x"] * s, t["y"] * s), t["s"], fill=rgb, font=font(t["size"] * s), anchor="lm")
-    if s == 2:
-        im = im.reduce(2)
+    ground = _jitter(BGS[sc["bg"]], rng, 7)
+    im = Image.new("RGB", (W * s, H * s), ground)
+    _draw(sc, ImageDraw.Draw(im), s, style, rng)
+    if style.angle:
+        im = im.rotate(style.angle, Image.Resampling.BICUBIC, fillcolor=ground)
+    if s > 1:
+        im = im.reduce(s)
     a = np.asarray(im)
     style = rng.random()
     if style < 0.5:

@@ -1,10 +1,13 @@
 """Accuracy on held-out seeds, through plain Hugging Face transformers on CPU.
 
     python -m shapes_vlm.evaluate --model model --out eval.json           # everything
+    python -m shapes_vlm.evaluate --model model --per-group 1000 --out eval.json
     python -m shapes_vlm.evaluate --model model --count 20 --only color,ocr
 
-Exact match after lower-casing and dropping surrounding blanks and a final full stop. Four tables:
+Exact match after lower-casing and dropping surrounding blanks and a final full stop. Tables:
   tasks    per task, at the picture's own resolution
+  styled   the same tasks in styles that training never shows (`style.held_out`)
+  turns    after 0 to 5 earlier turns about the same picture, which the model itself answers
   blind    the same questions with every picture painted grey: what guessing reaches
   tiers    pictures of 224..336 pixels with max_pixels at 1, 1/2 and 1/4 of the picture
   pooling  the projector's output mean-pooled over 1x2 and 2x2 neighbours before the language model;
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import time
 from pathlib import Path
@@ -187,18 +191,39 @@ def _start(path: Path) -> None:
 def _run(unit: Unit) -> tuple[Unit, Score, list[dict[str, Any]]]:
     trade = unit.table in ("tiers", "pooling")
     sides, seed = (TRADE_SIDES, heldout.SEED + 1) if trade else (heldout.SIDES, heldout.SEED)
-    items = heldout.build(unit.task, unit.count, sides, seed)
+    if unit.table == "turns":
+        items = heldout.conversation(unit.task, unit.count, int(unit.column))
+    else:
+        styled = unit.table == "styled"
+        items = heldout.build(unit.task, unit.count, sides, seed, styled=styled)
     shown = [_grey(item) for item in items] if unit.table == "blind" else items
     score = _evaluator.score(shown, scale=unit.scale, pool=unit.pool)
     return unit, score, [item.meta for item in items]
 
 
-def plan_units(only: list[str], count: int, count_trade: int) -> list[Unit]:
+def counts(per_group: int, count: int) -> dict[str, int]:
+    """Questions per task: `count`, or as many as give each group `per_group`."""
+    found = dict.fromkeys(heldout.TASKS, count)
+    for members in heldout.GROUPS.values():
+        for task in members:
+            found[task] = max(count, -(-per_group // len(members)))
+    return found
+
+
+def plan_units(only: list[str], count: int, count_trade: int, per_group: int = 0) -> list[Unit]:
     """All rows of all tables, or the rows of some tasks."""
-    units = [Unit("tasks", "1", task, count) for task in only or heldout.TASKS]
+    of_task = counts(per_group, count)
+    pictured = [task for task in only or heldout.TASKS if not task.startswith("text:")]
+    units = [Unit("tasks", "1", task, of_task[task]) for task in only or heldout.TASKS]
+    units += [Unit("styled", "1", task, of_task[task]) for task in pictured]
     if only:
         return units
-    pictured = [task for task in heldout.TASKS if not task.startswith("text:")]
+    conversed = max(count, -(-per_group // len(heldout.CONVERSED)))
+    units += [
+        Unit("turns", str(number), task, conversed)
+        for task in heldout.CONVERSED
+        for number in range(heldout.MAX_EARLIER + 1)
+    ]
     units += [Unit("blind", "grey", task, count_trade) for task in pictured]
     for task in TRADE_TASKS:
         for name, scale in {"1": 1.0, "1/2": 0.5, "1/4": 0.25}.items():
@@ -225,14 +250,26 @@ def summarise(rows: list[tuple[Unit, Score, list[dict[str, Any]]]]) -> dict[str,
                 for key in ("accuracy", "visual_tokens"):
                     mean = sum(row[key] for row in pictured) / len(pictured)
                     column[f"mean_{key}"] = round(mean, 4)
-    tasks = result["tasks"]["1"]
-    result["groups"] = {
-        group: round(sum(tasks[task]["accuracy"] for task in members) / len(members), 4)
-        for group, members in heldout.GROUPS.items()
-        if all(task in tasks for task in members)
-    }
+    for table, name in (("tasks", "groups"), ("styled", "groups_styled")):
+        tasks = result[table]["1"]
+        result[name] = {
+            group: _group([tasks[task] for task in members])
+            for group, members in heldout.GROUPS.items()
+            if all(task in tasks for task in members)
+        }
     result["ocr"] = _ocr(rows)
     return result
+
+
+def _group(tasks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy of several tasks together, with Wilson's bounds of 95 %."""
+    count = sum(task["count"] for task in tasks)
+    hits = sum(round(task["accuracy"] * task["count"]) for task in tasks)
+    share, z = hits / count, 1.96
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / count / 2) ** 2)
+    bounds = [round(centre - half, 4), round(centre + half, 4)]
+    return {"accuracy": round(share, 4), "bounds": bounds, "count": count}
 
 
 def _ocr(rows: list[tuple[Unit, Score, list[dict[str, Any]]]]) -> dict[str, Any]:
@@ -259,13 +296,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("model"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--count", type=int, default=100, help="questions per task")
+    parser.add_argument("--per-group", type=int, default=0, help="questions per group of tasks")
     parser.add_argument("--count-trade", type=int, default=40, help="per task in the other tables")
     parser.add_argument("--only", default="", help="comma-separated tasks; skips the other tables")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     arguments = parser.parse_args()
     begun = time.monotonic()
     only = [task for task in arguments.only.split(",") if task]
-    units = plan_units(only, arguments.count, arguments.count_trade)
+    units = plan_units(only, arguments.count, arguments.count_trade, arguments.per_group)
     rows = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.jobs, _start, (arguments.model,)) as pool:
@@ -276,7 +314,11 @@ def main() -> None:
             print(f"{unit.table:8s} {unit.column:4s} {unit.task:16s} {accuracy:.3f}", flush=True)
     result = summarise(rows)
     result["seconds"] = round(time.monotonic() - begun)
-    print(json.dumps({key: result[key] for key in ("groups", "ocr", "seconds")}, indent=1))
+    print(
+        json.dumps(
+            {key: result[key] for key in ("groups", "groups_styled", "ocr", "seconds")}, indent=1
+        )
+    )
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

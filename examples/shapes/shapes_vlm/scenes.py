@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shapes_vlm.drawing import BGS, CHARS, COLOR_NAMES, PATCH, SHAPES, font
+from shapes_vlm.drawing import BGS, CHARS, COLOR_NAMES, PATCH, SHAPES
+from shapes_vlm.style import PLAIN, Style, font
 
 WORDS = """
 CAT DOG SUN CAR BUS BOX CUP HAT PEN KEY MAP BED EGG FOX OWL BEE COW PIG ANT BAT JAM TEA ICE SKY
@@ -22,6 +23,14 @@ DUCK GOAT KING RING ROAD ROCK SNOW RAIN WIND FIRE GOLD IRON OPEN STOP EXIT PUSH 
 DOWN ON OFF YES NO GO IN OUT HOT COLD NEW OLD BIG RED BLUE PINK ZERO ONE TWO FIVE NINE TEN VIEW
 QUIZ JAZZ WAX YAK ZOO VAN HEXA
 """.split()  # noqa: SIM905  a list of these fills a screen
+
+LONG_WORDS = """
+APPLE BREAD CHAIR DREAM EARTH FIELD GRAPE HOUSE IMAGE JUICE KNIFE LEMON MOUSE NIGHT OCEAN PIANO
+QUEEN RIVER SHEEP TABLE UNCLE VIDEO WATER YOUTH ZEBRA BANANA CASTLE DOCTOR ENGINE FLOWER GARDEN
+HAMMER ISLAND JACKET KITTEN LADDER MARKET NUMBER ORANGE PENCIL RABBIT SILVER TICKET VALLEY WINDOW
+YELLOW AIRPORT BICYCLE CABINET DIAMOND EVENING FACTORY GALLERY HOLIDAY JOURNEY KITCHEN LIBRARY
+MACHINE NATURAL PICTURE QUARTER RAILWAY STATION TEACHER VILLAGE WEATHER
+""".split()  # noqa: SIM905  as above
 
 _MIX = {"shapes": 6, "text": 2.6, "grid": 1, "chart": 1.2}
 
@@ -35,8 +44,9 @@ def _place(rng, W, H, r, taken, tries=60, gap=4):
     return None
 
 
-def _base(rng, W, H, kind, bg=None):
+def _base(rng, W, H, kind, style, bg=None):
     return {
+        "style": style,
         "W": W,
         "H": H,
         "kind": kind,
@@ -53,7 +63,7 @@ def _text_color(rng, bg):
 
 
 def _add_text(sc, s, size, color, x, yc):
-    f = font(size)
+    f = font(size, sc["style"].font)
     chars = []
     for i, ch in enumerate(s):
         a, b = f.getlength(s[:i]), f.getlength(s[: i + 1])
@@ -63,8 +73,12 @@ def _add_text(sc, s, size, color, x, yc):
     )
 
 
-def rand_string(rng: random.Random) -> str:
-    """A word, digits, or up to four characters."""
+def rand_string(rng: random.Random, style: Style = PLAIN) -> str:
+    """A word, digits, or up to four characters; in other styles than PLAIN up to seven."""
+    if style != PLAIN and rng.random() < 0.35:
+        if rng.random() < 0.6:
+            return rng.choice(LONG_WORDS)
+        return "".join(rng.choice(CHARS) for _ in range(rng.choice([4, 5, 5, 6, 7])))
     u, n = rng.random(), rng.choices([1, 2, 3, 4], [4, 3, 2, 1.5])[0]
     if u < 0.2:
         return rng.choice(WORDS)
@@ -72,10 +86,10 @@ def rand_string(rng: random.Random) -> str:
 
 
 def scene_shapes(
-    rng: random.Random, W: int, H: int, nmax: int = 6, n: int | None = None
+    rng: random.Random, W: int, H: int, nmax: int = 6, n: int | None = None, style: Style = PLAIN
 ) -> dict[str, Any]:
     """Up to `nmax` shapes, sometimes with a word."""
-    sc = _base(rng, W, H, "shapes")
+    sc = _base(rng, W, H, "shapes", style)
     s = math.sqrt(W * H) / 112
     n = n or rng.randint(1, nmax)
     u = rng.random()  # repeated attributes make counting questions worth asking
@@ -96,9 +110,9 @@ def scene_shapes(
                 }
             )
     if rng.random() < 0.12 and W >= 168:
-        t = rand_string(rng)
+        t = rand_string(rng, style)
         size = rng.randint(18, 30)
-        w = font(size).getlength(t)
+        w = font(size, style.font).getlength(t)
         x, y = rng.uniform(4, max(5, W - w - 4)), rng.uniform(size * 0.7, H - size * 0.7)
         if all(
             abs(y - b) > c + size * 0.6 or x > a + c + 3 or x + w < a - c - 3 for a, b, c in taken
@@ -107,15 +121,15 @@ def scene_shapes(
     return sc
 
 
-def _scene_text(rng, W, H):
-    sc = _base(rng, W, H, "text")
+def _scene_text(rng, W, H, style=PLAIN):
+    sc = _base(rng, W, H, "text", style)
     for half in range(rng.choice([1, 1, 2])):  # one line, or one above the other
-        s = rand_string(rng)
+        s = rand_string(rng, style)
         big = min(H * (0.3 if half else 0.34), 36)
         size = int(rng.uniform(16, big))
-        while font(size).getlength(s) > W - 8 and size > 11:
+        while font(size, style.font).getlength(s) > W - 8 and size > 11:
             size -= 1
-        w = font(size).getlength(s)
+        w = font(size, style.font).getlength(s)
         x = rng.uniform(3, max(4, W - w - 3))
         sc.setdefault("_lines", []).append((s, size, x))
     lines = sc.pop("_lines")
@@ -145,15 +159,16 @@ def _scene_text(rng, W, H):
     return sc
 
 
-def _scene_grid(rng, W, H):
-    sc = _base(rng, W, H, "grid", rng.choice(["white", "gray", "black"]))
+def _scene_grid(rng, W, H, style=PLAIN):
+    sc = _base(rng, W, H, "grid", style, rng.choice(["white", "gray", "black"]))
     rows, cols = rng.randint(2, min(4, H // 36)), rng.randint(2, min(4, W // 36))
     m = 4
     cw, ch = (W - 2 * m) / cols, (H - 2 * m) / rows
     solid = rng.random() < 0.5
     line = (60, 60, 60) if sc["bg"] != "black" else (190, 190, 190)
-    sc["rects"] = [(m + i * cw - 1, m, m + i * cw + 1, H - m, line) for i in range(cols + 1)]
-    sc["rects"] += [(m, m + j * ch - 1, W - m, m + j * ch + 1, line) for j in range(rows + 1)]
+    q = style.line / 2
+    sc["rects"] = [(m + i * cw - q, m, m + i * cw + q, H - m, line) for i in range(cols + 1)]
+    sc["rects"] += [(m, m + j * ch - q, W - m, m + j * ch + q, line) for j in range(rows + 1)]
     cells = {}
     for j in range(rows):
         for i in range(cols):
@@ -184,8 +199,8 @@ def _scene_grid(rng, W, H):
     return sc
 
 
-def _scene_chart(rng, W, H):
-    sc = _base(rng, W, H, "chart", rng.choice(["white", "black"]))
+def _scene_chart(rng, W, H, style=PLAIN):
+    sc = _base(rng, W, H, "chart", style, rng.choice(["white", "black"]))
     n = rng.randint(2, min(5, W // 28))
     names = rng.sample(COLOR_NAMES, n)
     vals = [rng.randint(1, 9) for _ in names]
@@ -193,10 +208,13 @@ def _scene_chart(rng, W, H):
     top, bot, left = 6, H - 8, 8
     unit = (bot - top) / 10
     sc["rects"] = [
-        (left, bot - k * unit - 0.5, W - 4, bot - k * unit + 0.5, line) for k in range(1, 10)
+        (left, bot - k * unit - 0.5, W - 4, bot - k * unit + 0.5, line)
+        for k in range(1, 10)
+        if style.chart_lines
     ]
     ink = (60, 60, 60) if sc["bg"] == "white" else (220, 220, 220)
-    sc["rects"] += [(left - 2, top, left, bot + 2, ink), (left - 2, bot, W - 4, bot + 2, ink)]
+    if style.axes:
+        sc["rects"] += [(left - 2, top, left, bot + 2, ink), (left - 2, bot, W - 4, bot + 2, ink)]
     step = (W - left - 6) / n
     bw = min(step * rng.uniform(0.45, 0.8), 60)
     for i, (c, v) in enumerate(zip(names, vals, strict=False)):
@@ -219,15 +237,17 @@ def _scene_chart(rng, W, H):
 SCENES = {"shapes": scene_shapes, "text": _scene_text, "grid": _scene_grid, "chart": _scene_chart}
 
 
-def make_scene(rng: random.Random, W: int, H: int, kind: str | None = None) -> dict[str, Any]:
+def make_scene(
+    rng: random.Random, W: int, H: int, kind: str | None = None, style: Style = PLAIN
+) -> dict[str, Any]:
     """A scene of one kind, or of a drawn one."""
     kind = kind or rng.choices(list(_MIX), list(_MIX.values()))[0]
-    return SCENES[kind](rng, W, H)
+    return SCENES[kind](rng, W, H, style=style)
 
 
-def clutter_scene(rng: random.Random, W: int, H: int) -> dict[str, Any]:
+def clutter_scene(rng: random.Random, W: int, H: int, style: Style = PLAIN) -> dict[str, Any]:
     """Dense scene for perception pre-training: many shapes and many characters."""
-    sc = _base(rng, W, H, "clutter")
+    sc = _base(rng, W, H, "clutter", style)
     taken = []
     area = W * H / (112 * 112)
     for _ in range(int(rng.randint(0, 3) * area) + 1):
@@ -246,7 +266,7 @@ def clutter_scene(rng: random.Random, W: int, H: int) -> dict[str, Any]:
     for _ in range(int(rng.randint(3, 8) * area) + 1):
         size = rng.randint(16, 32)
         s = "".join(rng.choice(CHARS) for _ in range(rng.randint(1, 5)))
-        w = font(size).getlength(s)
+        w = font(size, style.font).getlength(s)
         if w > W - 6:
             continue
         x, y = rng.uniform(2, W - w - 2), rng.uniform(size * 0.5 + 2, H - size * 0.5 - 2)

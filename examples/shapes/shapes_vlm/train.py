@@ -17,16 +17,18 @@ import multiprocessing
 import random
 import time
 from pathlib import Path
+from queue import Full
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from shapes_vlm import batches, build
+from shapes_vlm import batches, build, drawing
 from shapes_vlm.forward import vision_forward
 from shapes_vlm.losses import AUX_SIZES, NUM_CELLS, answer_loss, patch_loss
 from shapes_vlm.muon import Muon
+from shapes_vlm.style import Trained, fonts_in
 
 CHECKPOINT_SECONDS = 120
 
@@ -123,18 +125,33 @@ def draw_forever(queue: Any, state: Any, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     prompts = batches.Prompts(build.make_tokenizer())
     rng = random.Random(arguments.seed * 1000 + 17)
+    fonts = fonts_in(arguments.fonts, drawing.CHARS) if arguments.fonts else []
+    styles = Trained(tuple(fonts), arguments.share_plain)
+    mix = batches.Mix(styles, arguments.share_conversations)
     number = 0
+    parent = multiprocessing.parent_process()
     while True:
         answering, progress = bool(state[0]), state[1]
         if answering:
-            batch = batches.draw(prompts, rng, progress, arguments.cells)
-            batch.clutter = batches.clutter_pictures(rng, arguments.clutter)
+            batch = batches.draw(prompts, rng, progress, arguments.cells, mix)
+            batch.clutter = batches.clutter_pictures(rng, arguments.clutter, mix)
             if number % 4 == 0:
                 batch.text = batches.draw_text(prompts, rng)
         else:
-            batch = batches.draw_clutter(rng, progress, arguments.cells)
+            batch = batches.draw_clutter(rng, progress, arguments.cells, mix)
         number += 1
-        queue.put(batch)
+        while not _put(queue, batch):
+            if parent is not None and not parent.is_alive():
+                return
+
+
+def _put(queue: Any, batch: batches.Batch) -> bool:
+    """Queue a batch; False if the queue stays full for a while."""
+    try:
+        queue.put(batch, timeout=10)
+    except Full:
+        return False
+    return True
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -153,6 +170,7 @@ def train(arguments: argparse.Namespace) -> None:
     while (progress := _progress(arguments, step, time.monotonic() - begun)) < 1:
         answering = progress >= arguments.phase_a
         within = (progress - arguments.phase_a) / (1 - arguments.phase_a)
+        within = arguments.begin + (1 - arguments.begin) * within
         state[0], state[1] = answering, within if answering else progress / arguments.phase_a
         batch = queue.get()
         if answering and batch.questions is None:
@@ -197,6 +215,10 @@ def main() -> None:
     add("--decay", type=float, default=0.4, help="last share of the budget: linear decay to zero")
     add("--auxiliary", type=float, default=0.3, help="weight of patch and position losses")
     add("--clutter", type=int, default=20, help="cluttered pictures per step in phase B")
+    add("--fonts", type=Path, help="a folder with font files; without it Pillow's font alone")
+    add("--share-plain", type=float, default=0.3, help="share of scenes in the plain style")
+    add("--share-conversations", type=float, default=0.3, help="of pictures with 2 to 6 turns")
+    add("--begin", type=float, default=0.0, help="progress of the curriculum at the start, 0 to 1")
     add("--threads", type=int, default=2)
     add("--seed", type=int, default=0)
     train(parser.parse_args())
