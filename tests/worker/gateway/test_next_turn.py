@@ -15,6 +15,7 @@ from worker.gateway.test_prompts import our_part
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.chat_template import ChatTemplate
+from vlm_worker.gateway.conversation import Conversation, TemplateFacts
 from vlm_worker.gateway.prompts import PromptBuilder
 
 COUNT = 4  # visual tokens of each image
@@ -68,7 +69,7 @@ def check(builder: PromptBuilder, turns: list[Any], answer: str, following: Any)
     begun = builder.next_turn(messages, answer, counts)
     after = [*messages, Message("assistant", answer), Message("user", content_of(following))]
     try:
-        real = builder.chat(after, counts_of(after))
+        real = builder.chat(Conversation(after), counts_of(after))
     except ApiError:
         return begun is not None
     if begun is None:
@@ -115,7 +116,7 @@ def test_it_has_the_whole_answer(name: str, tmp_path: Path) -> None:
             builder._template = ChatTemplate(TEMPLATES[name], tokens, {})
     turns = ["what is this?"]
     assert check(builder, turns, "a red square", "and that?")
-    prompt = builder.chat(conversation(turns), [])
+    prompt = builder.chat(Conversation(conversation(turns)), [])
     begun = builder.next_turn(conversation(turns), "a red square", [])
     assert begun is not None
     assert len(begun.token_ids) > len(prompt.token_ids)
@@ -131,7 +132,9 @@ def test_a_template_without_control_tokens_gives_nothing() -> None:
 def test_a_template_that_refuses_a_next_turn_gives_nothing() -> None:
     builder = PromptBuilder(MODEL)
     source = "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}<|im_start|>"
-    builder._template = ChatTemplate(source, builder._pieces.control_tokens, {}, as_parts=False)
+    builder._template = ChatTemplate(
+        source, builder._pieces.control_tokens, {}, facts=TemplateFacts()
+    )
     assert builder.next_turn(conversation(["a"]), "b", []) is None
 
 

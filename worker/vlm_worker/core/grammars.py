@@ -13,15 +13,17 @@ answer, unless the grammar names them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from tokenizers import Tokenizer
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.core.grammar_limits import parser_limits
 from vlm_worker.core.token_texts import TokenTexts
+
+if TYPE_CHECKING:  # engines read no text
+    from tokenizers import Tokenizer
 
 
 class GrammarError(Exception):

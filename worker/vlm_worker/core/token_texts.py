@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:  # engines read no text
+    from tokenizers import Tokenizer
+
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_PIECE = "▁"

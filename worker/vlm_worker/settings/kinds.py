@@ -62,6 +62,8 @@ def _parts(text: str) -> tuple[Part, ...]:
 
 
 def _sha256(text: str) -> str:
+    if not text:  # as `to_argv` writes what is not set
+        return text
     if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
         raise argparse.ArgumentTypeError(f"{text!r} must be 64 hexadecimal digits in lower case")
     return text
