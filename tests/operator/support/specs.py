@@ -110,7 +110,7 @@ def _texts(schema: Schema) -> list[str]:
     least, most = schema.get("minLength", 0), schema.get("maxLength", 64)
     return [
         text
-        for text in ("/scratch", "Issuer", "10.20.0.0/16", *_NAMES, *_TEXT)
+        for text in ("/scratch", "Issuer", "10.20.0.0/16", "a" * 64, *_NAMES, *_TEXT)
         if pattern.search(text) and least <= len(text) <= most
     ]
 
@@ -260,6 +260,7 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Rollout": lambda spec: {"progressDeadlineSeconds": 600, **spec},
     "Scaling": _scaling,
     "Toleration": _toleration,
+    "Weights": lambda spec: {**spec, "encoder": "Int8"} if "activationScales" in spec else spec,
     "Transfer": lambda spec: {},
     "VLMServiceSpec": _service,
     "Variant": _variant,
