@@ -260,7 +260,6 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Rollout": lambda spec: {"progressDeadlineSeconds": 600, **spec},
     "Scaling": _scaling,
     "Toleration": _toleration,
-    "Weights": lambda spec: {**spec, "encoder": "Int8"} if "activationScales" in spec else spec,
     "Transfer": lambda spec: {},
     "VLMServiceSpec": _service,
     "Variant": _variant,
