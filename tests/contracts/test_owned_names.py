@@ -22,7 +22,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 WORKER_FLAGS = set(COMMANDS.choices["decode"]._option_string_actions)
 MAY_BE_REPLACED = {
     "--weights", "--embedding-disk-dir", "--embedding-disk-bytes", "--embedding-disk-age-seconds",
-    "--activation-scales", "--activation-scales-hash", "--session-pin-seconds", "--session-prefetch",
+    "--activation-scales", "--activation-scales-hash", "--session-pin-seconds",
+    "--session-prefetch",
 }  # fmt: skip
 """Users may set these for one pool: other types of weights and scales, a volume of their own, other
 times of pins. Gateways take no further arguments."""
