@@ -93,6 +93,8 @@ TOOL_ROWS = [
         TYPE,
         f"{P}.properties.a.enum",
     ),
+    Bad("no type", schema(properties={"a": {"type": None}}), 400, TYPE, f"{P}.properties.a.type"),
+    Bad("no enum", schema(properties={"a": {"enum": None}}), 400, TYPE, f"{P}.properties.a.enum"),
     Bad("a union as an object", schema(anyOf={}), 400, TYPE, f"{P}.anyOf"),
     Bad("a union of text", schema(anyOf=["a"]), 400, TYPE, f"{P}.anyOf[0]"),
     Bad("strict as text", tools(tool(strict="yes")), 400, TYPE, f"{F}.strict"),

@@ -13,6 +13,7 @@ from worker.gateway.responding.written import WRITERS, Call, parsed
 
 from vlm_worker.gateway.api.tools import Tool, ToolUse
 from vlm_worker.gateway.responding.builtin import builtin
+from vlm_worker.gateway.responding.calls import types_of
 from vlm_worker.gateway.responding.dialect_grammar import GrammarError
 from vlm_worker.gateway.responding.tool_grammar import (
     CallTool,
@@ -256,3 +257,20 @@ def test_a_format_begins_behind_the_reasoning(in_reasoning: bool) -> None:
     begun = "" if in_reasoning else "<think>"
     assert accepts(begun + 'It is {"c": 1}.\n</think>\n\n{"c": "red"}')
     assert not accepts(begun + "It is red.</think>red")
+
+
+def test_references_cost_no_more_than_the_schema() -> None:
+    """Each of ten definitions names the next one often: written out, they are 10^10."""
+    names = [f"n{number}" for number in range(10)]
+    links = {name: [{"$ref": f"#/$defs/{after}"}] * 10
+             for name, after in zip(names, [*names[1:], "n0"], strict=True)}  # fmt: skip
+    start = {"properties": {"a": {"$ref": "#/$defs/n0"}}}
+    unions = {**start, "$defs": {name: {"anyOf": refs} for name, refs in links.items()}}
+    assert types_of(unions["properties"]["a"], unions) == ()
+    trees = {
+        name: {"type": "object", "properties": {str(i): ref for i, ref in enumerate(refs)}}
+        for name, refs in links.items()
+    }
+    trees["n9"] = {"type": "integer"}
+    with pytest.raises(GrammarError, match="bytes"):
+        Checked("gemma4", tools=[CallTool("f", {**start, "$defs": trees})])

@@ -134,7 +134,7 @@ def _check_schema(path: str, schema: Any) -> Steps[None]:
         raise _not(path, "a JSON schema: an object or a boolean")
     kind = schema.get("type")
     kinds = kind if isinstance(kind, list) else [kind]
-    if kind is not None and not all(isinstance(one, str) for one in kinds):
+    if "type" in schema and not all(isinstance(one, str) for one in kinds):
         raise _not(f"{path}.type", "a string or an array of strings")
     required = schema.get("required")
     if required is not None and not (
@@ -143,7 +143,7 @@ def _check_schema(path: str, schema: Any) -> Steps[None]:
         raise _not(f"{path}.required", "an array of strings")
     if schema.get("description") is not None and not isinstance(schema["description"], str):
         raise _not(f"{path}.description", "a string")
-    if schema.get("enum") is not None and not isinstance(schema["enum"], list):
+    if "enum" in schema and not isinstance(schema["enum"], list):
         raise _not(f"{path}.enum", "an array")
     for keyword in _OF_SCHEMAS:
         if keyword in schema:

@@ -42,6 +42,7 @@ class CallEnds:
 CallEvent = CallBegins | CallArguments | CallEnds
 
 MAX_REFS: Final = 8
+MAX_TYPES: Final = 16
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
@@ -355,7 +356,8 @@ def properties_of(
     schema = schema or {}
     properties = schema.get("properties")
     named = properties.items() if isinstance(properties, Mapping) else ()
-    return {key: (inner, types_of(inner, schema)) for key, inner in named}
+    known: dict[int, tuple[str, ...]] = {}
+    return {key: (inner, types_of(inner, schema, known)) for key, inner in named}
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -370,11 +372,23 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...]:
-    """Return the types that a JSON schema names, in order; none if it names none."""
+def types_of(
+    schema: Any,
+    root: Mapping[str, Any],
+    known: dict[int, tuple[str, ...]] | None = None,
+    depth: int = 0,
+) -> tuple[str, ...]:
+    """Return the types that a JSON schema names, in order; none if it names none.
+
+    `known` has those of the schemas that were read, by their ids: each is read once.
+    """
+    known = {} if known is None else known
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_REFS:
         return ()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = ()  # a schema that refers to itself adds nothing
     declared = schema.get("type")
     types = [declared] if isinstance(declared, str) else []
     if isinstance(declared, list):
@@ -382,10 +396,11 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str,
     for union in ("anyOf", "oneOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
-            types += types_of(choice, root, depth + 1)
+            types += types_of(choice, root, known, depth + 1)
     if schema.get("nullable") is True:
         types.append("null")
-    return tuple(dict.fromkeys(types))
+    known[id(schema)] = tuple(dict.fromkeys(types))[:MAX_TYPES]
+    return known[id(schema)]
 
 
 def written_value(text: str, types: Sequence[str], *, is_json: bool) -> str:

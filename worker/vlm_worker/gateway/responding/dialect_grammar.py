@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.gateway.responding.calls import resolved
 from vlm_worker.gateway.responding.template import JsonCalls
 
@@ -35,6 +36,14 @@ class DialectRules:
         self._open = self._close = ""
         self._root: Mapping[str, Any] = {}
         self._done: set[str] = set()
+        self._num_bytes = 0
+
+    def _add(self, rule: str) -> None:
+        """Append a rule. Shared references are written out, so that their number may explode."""
+        self._num_bytes += len(rule.encode())
+        if self._num_bytes > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"its rules have more than {MAX_GRAMMAR_BYTES} bytes")
+        self._rules.append(rule)
 
     def arguments(self, form: JsonCalls, schema: Mapping[str, Any] | None, rule: str) -> str:
         """Write the rules of an object of arguments; return the name of its rule.
@@ -56,7 +65,7 @@ class DialectRules:
             raise GrammarError("a value that may not exist is not built for this model's calls")
         if unknown := sorted(set(schema) - _KNOWN):
             raise GrammarError(f"'{unknown[0]}' is not built for this model's calls")
-        self._rules.append(f"{rule}: {' | '.join(self._choices(schema, rule, depth=depth))}")
+        self._add(f"{rule}: {' | '.join(self._choices(schema, rule, depth=depth))}")
         return rule
 
     def _choices(self, schema: Mapping[str, Any], rule: str, *, depth: int) -> list[str]:
@@ -99,7 +108,7 @@ class DialectRules:
             self._done.add("any")
             listed = '"[" (any ("," any)*)? "]"'
             written = self._string("any")
-            self._rules.append(
+            self._add(
                 f'any: {written} | {_NUMBER} | "true" | "false" | "null" | {listed} | '
                 f"{self._any_object()}"
             )
@@ -113,7 +122,7 @@ class DialectRules:
         opening, closing = self._text(self._open), self._text(self._close)
         if closing.startswith("<["):
             return f"{opening} /(?s:.*)/ {closing}"
-        self._rules.append(f"{rule}-s[suffix={closing}]: /(?s:.*)/")
+        self._add(f"{rule}-s[suffix={closing}]: /(?s:.*)/")
         return f"{opening} {rule}-s"
 
     def _literal(self, value: Any) -> str:
@@ -130,7 +139,7 @@ class DialectRules:
         for index, (key, inner) in enumerate(properties.items()):
             value = self._value(inner, f"{rule}-p{index}", depth=depth + 1)
             member = f"{rule}-m{index}"
-            self._rules.append(f"{member}: {self._text(key + ':')} {value}")
+            self._add(f"{member}: {self._text(key + ':')} {value}")
             members.append((member, key in required))
         self._members(members, rule)
         return f'"{{" {rule}-a0 "}}"'
@@ -141,5 +150,5 @@ class DialectRules:
             for index, (member, is_required) in enumerate(members):
                 taken = f"{comma}{member} {rule}-b{index + 1}"
                 left_out = "" if is_required else f" | {rule}-{state}{index + 1}"
-                self._rules.append(f"{rule}-{state}{index}: {taken}{left_out}")
-            self._rules.append(f'{rule}-{state}{len(members)}: ""')
+                self._add(f"{rule}-{state}{index}: {taken}{left_out}")
+            self._add(f'{rule}-{state}{len(members)}: ""')
