@@ -111,7 +111,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """What training shows: styles, and the share of pictures with a conversation about them."""
+    """What training shows: styles, and the share of images with a conversation."""
 
     styles: Trained = dataclasses.field(default_factory=Trained)
     share_conversations: float = 0.0

@@ -7,7 +7,7 @@
 Exact match after lower-casing and dropping surrounding blanks and a final full stop. Tables:
   tasks    per task, at the picture's own resolution
   styled   the same tasks in styles that training never shows (`style.held_out`)
-  turns    after 0 to 5 earlier turns about the same picture, which the model itself answers
+  turns    after 0 to 5 earlier turns about the same image, which the model itself answers
   blind    the same questions with every picture painted grey: what guessing reaches
   tiers    pictures of 224..336 pixels with max_pixels at 1, 1/2 and 1/4 of the picture
   pooling  the projector's output mean-pooled over 1x2 and 2x2 neighbours before the language model;

@@ -1,4 +1,4 @@
-"""Held-out questions: seeds and styles that no training run uses, one new picture per question."""
+"""Held-out questions: seeds and styles that no training run uses, one new image per question."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build(
 ) -> list[Item]:
     """`count` items of one task; a function of (task, sides, seed, styled).
 
-    Pictures are plain, or `styled` as training never shows them.
+    Images are plain, or `styled` as training never shows them.
     """
     rng = random.Random(f"{seed}/{task}")
     items: list[Item] = []
@@ -71,7 +71,7 @@ def build(
 
 
 def conversation(task: str, count: int, num_earlier: int, seed: int = SEED) -> list[Item]:
-    """`count` items whose last turn is of `task`, after `num_earlier` turns about the picture."""
+    """`count` items whose last turn is of `task`, after `num_earlier` turns about the image."""
     rng = random.Random(f"{seed}/{task}/{num_earlier}")
     items: list[Item] = []
     while len(items) < count:

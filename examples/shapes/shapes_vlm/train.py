@@ -217,7 +217,7 @@ def main() -> None:
     add("--clutter", type=int, default=20, help="cluttered pictures per step in phase B")
     add("--fonts", type=Path, help="a folder with font files; without it Pillow's font alone")
     add("--share-plain", type=float, default=0.3, help="share of scenes in the plain style")
-    add("--share-conversations", type=float, default=0.3, help="of pictures with 2 to 6 turns")
+    add("--share-conversations", type=float, default=0.3, help="of images with 2 to 6 turns")
     add("--begin", type=float, default=0.0, help="progress of the curriculum at the start, 0 to 1")
     add("--threads", type=int, default=2)
     add("--seed", type=int, default=0)

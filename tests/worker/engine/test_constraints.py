@@ -25,6 +25,7 @@ from worker.schemas import SCHEMAS
 from vlm_worker.core.grammars import Vocabulary
 from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.testing import VOCABULARY, ChecksumRunner, plain_positions
@@ -77,8 +78,13 @@ def grammar_of(schema: Any) -> bytes:
 
 async def answered(one: Engine, request: Request) -> Answer:
     """The tokens of an answer, and why it ended."""
-    tokens, reason = [], None
-    async for event in one.submit_prefill(request, for_peer=False):
+    return await collected(one.submit_prefill(request, for_peer=False), [])
+
+
+async def collected(stream: EventStream[PrefillEvent], tokens: list[int]) -> Answer:
+    """`tokens` and those of a stream, and why the answer ended."""
+    reason = None
+    async for event in stream:
         match event:
             case TokenEvent(_, token_id):
                 tokens.append(token_id)
@@ -92,7 +98,7 @@ async def answered(one: Engine, request: Request) -> Answer:
 
 async def handed_over(prefill: Engine, decode: Engine, request: Request) -> Answer:
     """As with two pods: the first token from one engine, the rest from the other one."""
-    key, tokens, reason = request.key, [], None
+    key, tokens = request.key, list[int]()
     await decode.reserve(key, len(request.token_ids) + 1)
     async for event in prefill.submit_prefill(request, for_peer=True):
         match event:
@@ -109,16 +115,7 @@ async def handed_over(prefill: Engine, decode: Engine, request: Request) -> Answ
         blocks = prefill.readable_blocks.copy(key, first, count - first)
         await decode.import_blocks(key, first, memoryview(bytes(blocks)))
     await prefill.release(key)
-    async for event in await decode.start_decode(key, tokens[0]):
-        match event:
-            case TokenEvent(_, token_id):
-                tokens.append(token_id)
-            case FinishedEvent(reason, _):
-                pass
-            case FailedEvent(error):
-                raise error
-    assert reason is not None
-    return tokens, reason
+    return await collected(await decode.start_decode(key, tokens[0]), tokens)
 
 
 def text_of(tokens: Sequence[int]) -> str:

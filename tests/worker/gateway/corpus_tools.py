@@ -1,4 +1,4 @@
-"""Bad tools, choices and calls: what stands in them, and who says it."""
+"""Bad tools, choices and calls, and the error of each."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import openai
+
 from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.gateway_server import Gateway, running
 from vlm_worker.gateway.pod_registry import Connect
@@ -160,6 +162,11 @@ class Stack:
         async with asyncio.timeout(timeout):
             while any(w.num_held for w in self.workers if w.alive):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+def client(served: Stack) -> openai.AsyncOpenAI:
+    """The unmodified client, which retries nothing."""
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from worker.gateway.image_files import ask, png
-from worker.gateway.stack import EPD, ONE_PROCESS, TOPOLOGIES, Stack, stack, stack_of
+from worker.gateway.stack import EPD, ONE_PROCESS, TOPOLOGIES, Stack, client, stack, stack_of
 
 from vlm_worker.gateway.endpoint import request_of_choice
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
@@ -25,10 +25,6 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     async with stack_of(request.param) as one:
         yield one
         await one.until_idle()
-
-
-def client(served: Stack) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 def body(**changes: Any) -> dict[str, Any]:

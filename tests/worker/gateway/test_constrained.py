@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 from worker.gateway.image_files import ask, png
-from worker.gateway.stack import E_PD, EPD, ONE_PROCESS, P, Stack, stack, stack_of
+from worker.gateway.stack import E_PD, EPD, ONE_PROCESS, P, Stack, client, stack, stack_of
 
 from vlm_worker.types import Role, Stage
 
@@ -34,10 +34,6 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     async with stack_of(request.param) as one:
         yield one
         await one.until_idle()
-
-
-def client(served: Stack) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 def body(**changes: Any) -> dict[str, Any]:

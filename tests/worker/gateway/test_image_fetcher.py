@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from confined import confined, refused
@@ -303,8 +304,8 @@ async def test_redirects_are_followed_only_as_far_as_allowed() -> None:
         return web.Response(status=302, headers={"Location": "http://other.example/3"})
 
     async with serving(to_next, to_next, to_next, body, away) as (fetcher, _):
-        three = Media(**{**_fields(LOOPBACK), "max_redirects": 3})
-        two = Media(**{**_fields(LOOPBACK), "max_redirects": 2})
+        three = msgspec.structs.replace(LOOPBACK, max_redirects=3)
+        two = msgspec.structs.replace(LOOPBACK, max_redirects=2)
         found = await fetcher.fetch(
             parts("http://images.example/0"), three, max_bytes=1000, hold=int
         )
@@ -313,10 +314,6 @@ async def test_redirects_are_followed_only_as_far_as_allowed() -> None:
         assert "follows no" in (await failure(fetcher, "http://images.example/0")).message
         error = await failure(fetcher, "http://images.example/4", three)
         assert error.code == "image_url_not_allowed"
-
-
-def _fields(media: Media) -> dict[str, object]:
-    return {name: getattr(media, name) for name in media.__struct_fields__}
 
 
 def certificate(folder: Path, host: str) -> tuple[Path, Path]:
@@ -336,7 +333,7 @@ async def test_a_certificate_must_be_valid_for_the_host(tmp_path: Path) -> None:
     tls.load_cert_chain(pem, key)
     trust = ssl.create_default_context(cafile=str(pem))
     async with serving(body, tls=tls, trust=trust) as (fetcher, _):
-        media = Media(**{**_fields(LOOPBACK), "allowed_domains": ["*.example"]})
+        media = msgspec.structs.replace(LOOPBACK, allowed_domains=["*.example"])
         found = await fetcher.fetch(
             parts("https://images.example/0"), media, max_bytes=1000, hold=int
         )

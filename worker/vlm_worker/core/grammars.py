@@ -138,9 +138,7 @@ class _TokenSource:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
         texts = TokenTexts(tokenizer)
         known = min(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-        added = tokenizer.get_added_tokens_decoder()
-        special = {token_id for token_id, token in added.items() if token.special}
-        special |= set(eos_token_ids)
+        special = texts.control_ids.union(eos_token_ids)
         self.tokens = [texts.of(token_id)[1] for token_id in range(known)]
         self.tokens += [b""] * (vocab_size - known)
         self.special_token_ids = sorted(token_id for token_id in special if token_id < vocab_size)

@@ -45,6 +45,11 @@ def relevance_of(histogram: np.ndarray, edge: np.ndarray, contrast: np.ndarray) 
     return balance((propositional(histogram) + 2 * seen) // 3)
 
 
+def relevance_array(stored: bytes, cells: Cells) -> np.ndarray:
+    """`PreparedImage.relevance` as uint16 `[R, C]`, a view."""
+    return np.frombuffer(stored, np.uint16).reshape(cells)
+
+
 def propositional(histogram: np.ndarray) -> np.ndarray:
     """How much a cell tells, a share: its lightness' entropy over the most, int64 `[R, C]`."""
     most = log2(histogram.shape[-1])

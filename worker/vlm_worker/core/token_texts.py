@@ -32,6 +32,7 @@ class TokenTexts:
         self._has_byte_pieces = "ByteFallback" in decoders
         self._has_space_pieces = bool(decoders & {"Metaspace", "Replace"})
         self._added = tokenizer.get_added_tokens_decoder()
+        self.control_ids = frozenset(id_ for id_, token in self._added.items() if token.special)
         self.of = functools.cache(self._of)
 
     def is_text(self, token_id: int) -> bool:

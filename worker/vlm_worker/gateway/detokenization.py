@@ -76,7 +76,8 @@ class TextAssembler:
         """`kept_ids` are the control tokens that have text in this answer."""
         self._texts = texts
         self._kept_ids = kept_ids
-        self._detokenizer = Detokenizer(tokenizer, kept_ids)
+        dropped_ids = texts.control_ids - kept_ids if kept_ids else None
+        self._detokenizer = Detokenizer(tokenizer, dropped_ids)
         self._scanner = StopScanner(stop)
         self._num_decoded = 0
         self._num_sent = 0
@@ -142,7 +143,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 class Detokenizer:
     """Text of one answer. The joined results of `feed` and `flush` equal `tokenizer.decode(ids)`.
 
-    Control tokens have no text, except those in `kept_ids`.
+    Tokens in `dropped_ids` have no text; None: control tokens have none.
 
         ids     . . . . [ shown | new ]     decoded together: a token's text depends on the token
                         start   end         before it; the text of `shown` is already returned
@@ -151,9 +152,9 @@ class Detokenizer:
     nothing of a run before it ends. A token without text, such as a control token, ends no run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, tokenizer: Tokenizer, dropped_ids: frozenset[int] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._dropped_ids = _control_ids(tokenizer) - kept_ids if kept_ids else None
+        self._dropped_ids = dropped_ids
         self._ids: list[int] = []
         self._start = self._end = 0
         self._shown = ""
@@ -186,11 +187,6 @@ class Detokenizer:
         skip = self._dropped_ids is None
         text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=skip)
         return text
-
-
-def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    added = tokenizer.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 class StopScanner:

@@ -83,12 +83,11 @@ def of_schema(schema: Any, path: str) -> Grammar:
         raise _keyword(path, (_OPTIONS,), "is not supported")
     options = {"whitespace_pattern": WHITESPACE}
     grammar = {"grammars": [{"json_schema": {**schema, _OPTIONS: options}}]}
-    checked = validated(json.dumps(grammar, separators=(",", ":")), path)
-    return dataclasses.replace(checked, schema=schema)
+    return validated(json.dumps(grammar, separators=(",", ":")), path, schema=schema)
 
 
-def validated(text: str, path: str) -> Grammar:
-    """A Lark text, or llguidance's JSON, as a grammar of bounded size.
+def validated(text: str, path: str, *, schema: Mapping[str, Any] | None = None) -> Grammar:
+    """A Lark text, or llguidance's JSON, as a grammar of bounded size; `schema` as in `Grammar`.
 
     Raises ApiError (400) that names `path`.
     """
@@ -97,7 +96,7 @@ def validated(text: str, path: str) -> Grammar:
         raise _invalid(
             path, f"'{path}' has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed."
         )
-    return Grammar(text, path)
+    return Grammar(text, path, schema)
 
 
 def error_of(grammar: Grammar, problem: str) -> ApiError:

@@ -110,8 +110,7 @@ class PromptBuilder:
 
     def ids_of(self, control_tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of control tokens of this tokenizer."""
-        wanted, ids = set(control_tokens), self.tokenizer.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in ids.items() if token.content in wanted)
+        return frozenset(self.control_ids[token] for token in control_tokens)
 
     def chat(self, conversation: Conversation, counts: Sequence[int]) -> Prompt:
         """Build the prompt of a conversation without skipped images.
@@ -310,16 +309,13 @@ class PieceEncoder:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
+        self.control_ids = {text: token_id for text, (token_id, _) in self._control.items()}
         self._marker = self._piece(family.marker_token_id)
         self._image = [self._piece(part) for part in family.image_text]
 
     @property
     def control_tokens(self) -> list[str]:
         return list(self._control)
-
-    @property
-    def control_ids(self) -> dict[str, int]:
-        return {text: token_id for text, (token_id, _) in self._control.items()}
 
     def encode(self, pieces: Sequence[PromptPiece]) -> list[int]:
         """Return token ids with one placeholder per image.

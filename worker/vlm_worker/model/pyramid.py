@@ -26,7 +26,7 @@ from torch import nn
 from vlm_kernels import merge_tokens
 from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.pyramid import Pyramid, Window, places_of, plan, whole_windows
-from vlm_worker.core.relevance import ONE
+from vlm_worker.core.relevance import ONE, relevance_array
 from vlm_worker.core.window_cache import UNKNOWN, WindowCache, window_key
 from vlm_worker.errors import EngineError
 from vlm_worker.reduction import WINDOW, Cells
@@ -221,7 +221,7 @@ class Tag(NamedTuple):
 def _tag(image: PreparedImage, window: Window) -> Tag:
     if not image.relevance:
         return Tag(image.salt, UNKNOWN)
-    cells = np.frombuffer(image.relevance, np.uint16).reshape(image.cells)
+    cells = relevance_array(image.relevance, image.cells)
     part = cells[window.top :, window.left :][: window.rows, : window.columns]
     return Tag(image.salt, (1 + float(part.mean())) / (1 + ONE))
 
@@ -229,8 +229,7 @@ def _tag(image: PreparedImage, window: Window) -> Tag:
 def _pyramid_of(image: PreparedImage) -> Pyramid:
     if not image.relevance:
         raise EngineError("arrcocpyramid needs the relevance of the image's pixels")
-    relevance = np.frombuffer(image.relevance, np.uint16).reshape(image.cells)
-    return plan(relevance, image.kept_tokens)
+    return plan(relevance_array(image.relevance, image.cells), image.kept_tokens)
 
 
 def packed_windows(

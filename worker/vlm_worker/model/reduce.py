@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from vlm_kernels import merge_tokens
-from vlm_worker.core.relevance import allocate
+from vlm_worker.core.relevance import allocate, relevance_array
 from vlm_worker.errors import EngineError
 from vlm_worker.reduction import POOL_BLOCKS, Cells, Method, Reduction
 from vlm_worker.types import PreparedImage
@@ -70,7 +70,7 @@ class Rankings:
     def learn(self, image: PreparedImage) -> None:
         """Keep the relevance of the pixels of the embedding's image, if it has some."""
         if self.relevance is None and image.relevance:
-            self.relevance = np.frombuffer(image.relevance, np.uint16).reshape(image.cells)
+            self.relevance = relevance_array(image.relevance, image.cells)
 
     def can(self, reduction: Reduction) -> bool:
         """Whether `rank` has what the method needs besides the rows."""

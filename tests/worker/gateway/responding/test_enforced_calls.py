@@ -12,8 +12,8 @@ import jsonschema
 import openai
 import pytest
 from worker.gateway.responding.templates import HERMES
-from worker.gateway.responding.test_tool_calls import accumulated, client
-from worker.gateway.stack import EPD, MODEL, Stack, stack
+from worker.gateway.responding.test_tool_calls import accumulated
+from worker.gateway.stack import EPD, MODEL, Stack, client, stack
 
 from vlm_worker.settings import ModelSource
 

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from worker.gateway.responding.templates import HERMES
 from worker.gateway.responding.written import CALLS, TOOLS, hermes
-from worker.gateway.stack import EPD, MODEL, Stack, stack
+from worker.gateway.stack import EPD, MODEL, Stack, client, stack
 
 from vlm_worker.settings import ModelSource
 from vlm_worker.types import Role
@@ -42,10 +42,6 @@ def tell(served: Stack, text: str) -> None:
     script = TOKENIZER.encode(text + END, add_special_tokens=False).ids
     for worker in served.of(Role.PREFILL) + served.of(Role.DECODE):
         worker.runner.script = script
-
-
-def client(served: Stack) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 def body(**changes: Any) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class ImageFetcher:
         raise _FetchError("its server redirects, and this service follows no redirect")
 
     def _session(self, networks: tuple[Network, ...]) -> aiohttp.ClientSession:
-        """Return the session for `networks`; a change of the settings closes idle connections."""
+        """Return the session for `networks`; those of earlier settings stay until `close`."""
         session = self._sessions.get(networks)
         if session is None:
             connector = aiohttp.TCPConnector(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from vlm_worker.gateway.api.errors import invalid
@@ -47,7 +46,7 @@ def enforced(
                 param=path,
                 code="invalid_json_schema",
             ) from error
-    return None if text is None else dataclasses.replace(validated(text, path), schema=schema)
+    return None if text is None else validated(text, path, schema=schema)
 
 
 def schemas_of(use: ToolUse) -> list[Grammar]:
