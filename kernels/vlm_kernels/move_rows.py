@@ -66,8 +66,12 @@ def _parts(kv_cache: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
     cache = kv_cache.view(torch.uint8)
     row_bytes = head_dim * kv_cache.element_size()
     sizes = [row_bytes, SCALE_BYTES] if kv_cache.dtype in LIMITS else [row_bytes]
-    pieces = cache.split([size * block_size for size in sizes], dim=-1)
-    return [piece.unflatten(-1, (block_size, -1)) for piece in pieces]
+    parts, start = [], 0
+    for size in sizes:
+        piece = cache[..., start : start + size * block_size]
+        parts.append(piece.unflatten(-1, (block_size, size)))
+        start += size * block_size
+    return parts
 
 
 def _check(
