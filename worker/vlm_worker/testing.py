@@ -226,6 +226,10 @@ class ChecksumRunner:
         blocks = np.frombuffer(bytes(data), np.int64).reshape(len(block_ids), -1)
         self._kv[list(block_ids)] = blocks
 
+    @property
+    def pruning_problem(self) -> str | None:
+        return None
+
     def attention_mass(self, inputs: StepInputs) -> np.ndarray:
         """A number per token of the one sequence, from its content and all new tokens."""
         if self.faults.observe_error is not None:

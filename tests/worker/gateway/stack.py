@@ -75,6 +75,7 @@ async def started(
     runner: str = "checksum",
     trace_ratio: float = 0.0,
     max_lent: int = 0,
+    kv_prune_text: int = 0,
     **delays: float,
 ) -> AsyncIterator[Worker]:
     """A worker that is ready."""
@@ -93,6 +94,7 @@ async def started(
         runner=runner,
         trace_ratio=trace_ratio,
         max_lent_requests=max_lent,
+        kv_prune_text=kv_prune_text,
     )
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with worker(settings, stopping=never) as server:
@@ -162,6 +164,7 @@ async def stack(
     one_process: bool = False,
     runner: str = "checksum",
     trace_ratio: float = 0.0,
+    kv_prune_text: int = 0,
     **changes: object,
 ) -> AsyncIterator[Stack]:
     """A gateway before workers of these roles and stages; all torn down in the end.
@@ -177,6 +180,7 @@ async def stack(
                         stages,
                         runner=runner,
                         trace_ratio=trace_ratio,
+                        kv_prune_text=kv_prune_text,
                         **(worker_delays or {}),
                     )
                 )

@@ -97,6 +97,10 @@ class Runner(Protocol):
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer."""
 
+    @property
+    def pruning_problem(self) -> str | None:
+        """Why the KV of this model cannot be pruned; None if it can."""
+
     def attention_mass(self, inputs: StepInputs) -> np.ndarray:
         """The attention that each token of one sequence receives from its last rows.
 

@@ -79,8 +79,10 @@ class ChatTemplate:
         if as_parts is None:
             self._as_parts = self.drops_strings()
 
-    def render(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+    def render(self, messages: Sequence[Message], *, asks: bool = True) -> list[tuple[str, bool]]:
         """Return the rendered conversation as (text, is control token) pieces, in order.
+
+        If it `asks`, the beginning of the answer follows it.
 
         The joined pieces equal the result of transformers' `apply_chat_template`.
 
@@ -88,20 +90,21 @@ class ChatTemplate:
             ApiError: 400 if the template rejects the conversation, or rewrites text so that the
                 client's text and the template's cannot be distinguished.
         """
-        plain = self._render(_conversation(messages, str, as_parts=self._as_parts))
+        conversation = _conversation(messages, str, as_parts=self._as_parts)
+        plain = self._render(conversation, asks=asks)
         mark = self._mark_for(messages)
-        marked = self._render(self._marked(messages, mark))
+        marked = self._render(self._marked(messages, mark), asks=asks)
         if marked.replace(mark, "") != plain:
             return self._unmarked_pieces(messages, plain)
         return [(piece.replace(mark, ""), control) for piece, control in self._split(marked)]
 
-    def _render(self, conversation: list[dict[str, Any]]) -> str:
+    def _render(self, conversation: list[dict[str, Any]], *, asks: bool = True) -> str:
         try:
             return self._template.render(
                 messages=conversation,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=asks,
                 range=Range(),
                 **self._named_tokens,
             )

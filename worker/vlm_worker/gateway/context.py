@@ -71,6 +71,7 @@ class GatewayContext:
             block_size=settings.block_size,
             salts=Salts(settings.served_name, lambda: self.config_watcher.now.keys),
             any_priority=settings.any_priority,
+            mark_history=settings.mark_history,
         )
         self.tracer: SpanExporter | None = None
         if settings.trace_ratio:

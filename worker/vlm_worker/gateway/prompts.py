@@ -8,6 +8,7 @@ Text of clients never becomes a control token.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,11 +32,15 @@ _NORMALIZER_SHRINKS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in tokens; image k has `counts[k]` placeholders from `offsets[k]` on."""
+    """A prompt in tokens; image k has `counts[k]` placeholders from `offsets[k]` on.
+
+    `num_history_tokens` precede the last user turn; 0 if they are not counted.
+    """
 
     token_ids: tuple[int, ...]
     offsets: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    num_history_tokens: int = 0
 
     @property
     def num_image_tokens(self) -> int:
@@ -71,10 +76,13 @@ class PromptBuilder:
         self.defaults = _sampling_defaults(model_dir)
         self.token_texts = TokenTexts(self.tokenizer)
 
-    def chat(self, messages: Sequence[Message], counts: Sequence[int]) -> Prompt:
+    def chat(
+        self, messages: Sequence[Message], counts: Sequence[int], *, mark_history: bool = False
+    ) -> Prompt:
         """Build the prompt of a conversation without skipped images.
 
-        `counts` are the visual tokens of each image, in order.
+        `counts` are the visual tokens of each image, in order. With `mark_history`, the tokens
+        before the last user turn are counted, for which the earlier turns are encoded again.
 
         Raises:
             ApiError: 400; the model has no template, or the template rejects the conversation.
@@ -85,11 +93,7 @@ class PromptBuilder:
                 param="messages",
                 code="no_chat_template",
             )
-        pieces = self._template.render(messages)
-        starts_with_bos = bool(pieces) and pieces[0] == (self._bos, True)
-        token_ids = self._pieces.encode(pieces)
-        if not starts_with_bos:
-            token_ids = [*self._prefix, *token_ids, *self._suffix]
+        token_ids = self._encode(self._template.render(messages))
         try:
             expanded, offsets = self.family.expand(token_ids, counts)
         except InvalidRequestError as error:
@@ -98,7 +102,38 @@ class PromptBuilder:
                 param="messages",
                 code="invalid_messages",
             ) from error
-        return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
+        num_history = 0
+        if mark_history:
+            num_history = self._num_history_tokens(messages, token_ids, counts)
+        return Prompt(tuple(expanded), tuple(offsets), tuple(counts), num_history)
+
+    def _encode(self, pieces: Sequence[PromptPiece]) -> list[int]:
+        """The ids of a rendered conversation, one placeholder per image."""
+        token_ids = self._pieces.encode(pieces)
+        if pieces and pieces[0] == (self._bos, True):
+            return token_ids
+        return [*self._prefix, *token_ids, *self._suffix]
+
+    def _num_history_tokens(
+        self, messages: Sequence[Message], token_ids: Sequence[int], counts: Sequence[int]
+    ) -> int:
+        """The tokens of a prompt before its last user turn, those of images included.
+
+        They are what the prompt has in common with that of the earlier turns alone. 0 if the
+        template refuses those alone, as if there were none.
+        """
+        assert isinstance(self._template, ChatTemplate)
+        users = [index for index, message in enumerate(messages) if message.role == "user"]
+        if len(users) < 2:
+            return 0
+        try:
+            earlier = self._template.render(messages[: users[-1]], asks=False)
+        except ApiError:
+            return 0
+        pairs = zip(self._encode(earlier), token_ids, strict=False)
+        common = [id_ for id_, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        num_images = common.count(self.family.image_token_id)
+        return len(self.family.expand(common, counts[:num_images])[0])
 
     def completion(self, text: str) -> Prompt:
         return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))

@@ -47,7 +47,10 @@ MAX_WAIT_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preparer:
-    """Prepares requests. With `any_priority` clients may set a priority above the default."""
+    """Prepares requests. With `any_priority` clients may set a priority above the default.
+
+    With `mark_history`, prompts of conversations have `num_history_tokens`.
+    """
 
     prompt_builder: PromptBuilder
     served_name: str
@@ -55,6 +58,7 @@ class Preparer:
     block_size: int
     salts: Salts
     any_priority: bool = False
+    mark_history: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
 
@@ -133,7 +137,7 @@ class Preparer:
             if not dropped:
                 return prompt
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
-            return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
+            return self._chat_prompt(_without(messages, sorted(dropped)), counts)
 
         return self._prepared_request(ask, prompt_without, images)
 
@@ -141,8 +145,11 @@ class Preparer:
         self, messages: Sequence[Message], images: Sequence[RequestImage], num_bytes: int
     ) -> Prompt:
         counts = [image.num_tokens for image in images]
-        build = functools.partial(self.prompt_builder.chat, messages, counts)
+        build = functools.partial(self._chat_prompt, messages, counts)
         return await _encode(build, num_bytes)
+
+    def _chat_prompt(self, messages: Sequence[Message], counts: Sequence[int]) -> Prompt:
+        return self.prompt_builder.chat(messages, counts, mark_history=self.mark_history)
 
     def _fitted(
         self,

@@ -244,6 +244,20 @@ class ModelRunner:
         with self.streams.steps():
             scatter_blocks(self._kv_cache, self._to_write(block_ids), blocks)
 
+    @property
+    def pruning_problem(self) -> str | None:
+        """Why the KV of this model cannot be pruned; None if it can.
+
+        A window counts slots, which pruning changes.
+        """
+        config = self._model.config.get_text_config()
+        types = getattr(config, "layer_types", None) or ()
+        if any(kind != "full_attention" for kind in types):
+            return "this model has layers with a sliding window, whose KV is not pruned"
+        if getattr(config, "attn_logit_softcapping", None) is not None:
+            return "this model bounds its scores, and attention is not summed for it"
+        return None
+
     @torch.inference_mode()
     def attention_mass(self, inputs: StepInputs) -> np.ndarray:
         """The attention that the tokens of one sequence receive from the rows of `inputs`.
