@@ -69,7 +69,7 @@ def _parts(kv_cache: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
     parts, start = [], 0
     for size in sizes:
         piece = cache[..., start : start + size * block_size]
-        parts.append(piece.unflatten(-1, (block_size, size)))
+        parts.append(piece.view(*piece.shape[:-1], block_size, size))
         start += size * block_size
     return parts
 
