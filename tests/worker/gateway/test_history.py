@@ -82,7 +82,7 @@ def test_a_template_that_refuses_the_earlier_turns_alone_marks_no_history(
 
 CONVERSATION = (
     ask(png(), "what is this? " * 40),
-    ask("it is a picture of one colour. " * 20, role="assistant"),
+    ask("it is one colour, all of it. " * 20, role="assistant"),
     ask("which colour?"),
 )
 

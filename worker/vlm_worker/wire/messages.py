@@ -343,11 +343,6 @@ def _check_request(call: PrefillCall | DecodeCall) -> None:
         raise InvalidRequestError(
             f"num_prompt_tokens must be 1 to {num_tokens}, not {request.num_prompt_tokens}"
         )
-    if request.num_history_tokens > request.num_prompt_tokens:
-        raise InvalidRequestError(
-            f"num_history_tokens must be at most {request.num_prompt_tokens}, not "
-            f"{request.num_history_tokens}"
-        )
     if any(item.num_tokens == 0 or item.end > num_tokens for item in request.items):
         raise InvalidRequestError("items must be inside token_ids and have tokens")
     for one, following in itertools.pairwise(request.items):
