@@ -196,8 +196,8 @@ async def answers(
         )
     stats = engine.stats()
     counted = {
-        "pruned": stats.count("kv_pruned_sequences"),
-        "dropped": stats.count("kv_pruned_tokens"),
+        "pruned": int(stats.count("kv_pruned_sequences")),
+        "dropped": int(stats.count("kv_pruned_tokens")),
         "hits": num_hits,
     }
     await engine.stop()

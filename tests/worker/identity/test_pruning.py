@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class Reference:
         positions = np.concatenate([positions, np.tile(later, (3, 1))], axis=1)
         embeds = self._model.get_input_embeddings()(torch.tensor(token_ids))
         (embedding,) = self._runner.encode(question.prepared_images)
+        assert not isinstance(embedding, Exception)
         (item,) = request.items
         embeds[item.offset : item.end] = embedding.rows
         mask = torch.full((len(token_ids),) * 2, float("-inf")).triu(1)
@@ -159,7 +160,9 @@ async def test_chunks_hits_company_and_failover_change_no_answer(
     async with pruning(runner) as engine:
         alone = [await answer(engine, *conversation(number)) for number in range(3)]
         again = [await answer(engine, *conversation(number)) for number in range(3)]
-        assert engine.stats().counters["prefix_cache_hits"]["text"] > 0
+        hits = engine.stats().counters["prefix_cache_hits"]
+        assert isinstance(hits, Mapping)
+        assert hits["text"] > 0
         assert again == alone
     async with running(build_runner(settings)) as engine:
         whole = [await answer(engine, *conversation(number)) for number in range(3)]
