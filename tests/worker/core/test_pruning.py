@@ -276,12 +276,38 @@ def test_without_a_free_block_rows_move_in_place() -> None:
     assert run.answers == expected([work], permille=500)
 
 
-def test_a_shared_block_is_never_written() -> None:
-    """Two equal prompts fill the pool: the second is preempted so that the first can move."""
-    first, second = (conversation(n, history=36, last=4, max_tokens=9) for n in range(2))
-    run = Simulation(num_blocks=13, max_num_seqs=2, budget=80, permille=500)
-    run.run([first, dataclasses.replace(second, at=1)])
-    assert run.answers == expected([first, second], permille=500)
+def unpruned(work: Work) -> Work:
+    """The same prompt under another name, whose history is unknown."""
+    request = dataclasses.replace(work.request, key=RequestKey("b", 0), num_history_tokens=0)
+    return dataclasses.replace(work, request=request)
+
+
+def test_a_block_that_an_older_sequence_uses_is_never_written() -> None:
+    """The younger one is preempted until its blocks are free."""
+    younger = conversation(0, history=36, last=4, max_tokens=9)
+    older = unpruned(younger)
+    run = Simulation(num_blocks=14, max_num_seqs=2, budget=80, permille=500)
+    run.run([older, dataclasses.replace(younger, at=1)])
+    assert run.scheduler.num_preemptions > 0
+    assert run.answers == expected([older, younger], permille=500)
+
+
+def test_a_younger_sequence_is_preempted_for_the_blocks_that_it_shares() -> None:
+    older = conversation(0, history=36, last=4, max_tokens=9)
+    younger = unpruned(older)
+    run = Simulation(num_blocks=16, max_num_seqs=2, budget=24, permille=500)
+    sequence = run.add(older)
+    run.step()
+    other = run.add(younger)
+    run.step()
+    shared = set(sequence.blocks) & set(other.blocks)
+    assert len(shared) == 6
+    run.prune()
+    assert sequence.num_dropped
+    assert other.status is Status.WAITING
+    while run.step():
+        pass
+    assert run.answers == expected([older, younger], permille=500)
 
 
 @pytest.mark.parametrize("num_steps", range(12))
