@@ -53,6 +53,8 @@ class Faults:
         export_error: error of every copy of an embedding from the device.
         unranked: next reductions whose embedding cannot tell which tokens to keep.
         reduce_error: error of every reduction of an embedding.
+        observe_error: error of every call that sums attention.
+        move_error: error of every copy of rows within the KV cache.
     """
 
     step_seconds: float = 0.0
@@ -67,6 +69,8 @@ class Faults:
     export_error: Exception | None = None
     unranked: int = 0
     reduce_error: Exception | None = None
+    observe_error: Exception | None = None
+    move_error: Exception | None = None
 
 
 class ChecksumRunner:
@@ -234,6 +238,25 @@ class ChecksumRunner:
         blocks = np.frombuffer(bytes(data), np.int64).reshape(len(block_ids), -1)
         self._kv[list(block_ids)] = blocks
 
+    @property
+    def pruning_problem(self) -> str | None:
+        return None
+
+    def attention_mass(self, inputs: StepInputs) -> np.ndarray:
+        """A number per token of the one sequence, from its content and all new tokens."""
+        if self.faults.observe_error is not None:
+            raise self.faults.observe_error
+        num_tokens = int(inputs.context_lens[0]) + len(inputs.token_ids)
+        context = self._kv[inputs.block_table[0]].reshape(-1)[:num_tokens]
+        return checksum_mass(context, inputs.token_ids, inputs.positions)
+
+    def move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        if self.faults.move_error is not None:
+            raise self.faults.move_error
+        slots = self._kv.reshape(-1)
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            slots[target] = slots[source]
+
     def embedding_bytes(self, embedding: np.ndarray) -> int:
         has_places = isinstance(embedding, PlacedRows)
         return embedding.nbytes + (PLACE_BYTES * len(embedding) if has_places else 0)
@@ -288,6 +311,16 @@ def slot_values(contents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     axes = _AXES[: len(positions)]
     values: np.ndarray = contents.astype(np.int64) * 1_000_003 + (positions * axes).sum(axis=0)
     return values
+
+
+def checksum_mass(context: np.ndarray, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The attention that `ChecksumRunner` gives: float32 [T], equal for some tokens.
+
+    `context` is int64 [T], `token_ids` and `positions` are those of the observed rows.
+    """
+    seed = zlib.crc32(token_ids.astype(np.int64).tobytes() + positions.astype(np.int64).tobytes())
+    mass: np.ndarray = ((context ^ seed) * 0x9E3779B1 >> 7 & 0x3F).astype(np.float32)
+    return mass
 
 
 def next_token(

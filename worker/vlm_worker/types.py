@@ -181,7 +181,8 @@ class Request:
     earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
     bytes) separates tenants in the prefix cache. `adapter` (a digest, empty for the base model)
     identifies the weights that made the KV; nothing loads adapters yet, and no message has this
-    field. A larger `priority` runs first.
+    field. A larger `priority` runs first. The first `num_history_tokens` precede the last user
+    turn; 0 if that is unknown, and the sequence is not pruned (`core.pruning`).
     """
 
     key: Annotated[RequestKey, an.Flat()]
@@ -192,6 +193,7 @@ class Request:
     cache_salt: Annotated[bytes, an.num_bytes(0, 32)] = b""
     adapter: Annotated[bytes, an.NotSent()] = b""
     priority: Annotated[int, Between(-an.MAX_PRIORITY, an.MAX_PRIORITY)] = 0
+    num_history_tokens: Annotated[int, Between(0, an.MAX_TOKENS)] = 0
 
     @property
     def num_delivered_tokens(self) -> int:

@@ -165,6 +165,8 @@ def _kv_arguments(kv: KvCache | None) -> list[str]:
         arguments.append(f"--kv-reserve-percent={kv.reserve_percent}")
     if kv.visual_percent is not None:
         arguments.append(f"--kv-visual-percent={kv.visual_percent}")
+    if kv.prune_text is not None:
+        arguments.append(f"--kv-prune-text={kv.prune_text}")
     return arguments
 
 

@@ -10,6 +10,7 @@ from worker.answers import answer_alone, folded_positions, make_image
 
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.persistent_batch import PersistentBatch
+from vlm_worker.core.pruning import kept_permille_of
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.step_inputs import BatchBuilder
@@ -94,7 +95,9 @@ class Simulation:
         max_pending_blocks: int | None = None,
         visual_percent: int = 100,
         settings: AdmissionSettings | None = None,
+        permille: int = 0,
     ) -> None:
+        self.permille = permille
         self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE, visual_percent=visual_percent)
         self.batch = PersistentBatch(
             max_num_seqs,
@@ -141,6 +144,7 @@ class Simulation:
             lane=lane,
             for_peer=for_peer,
             embeddings=[embed(image) for image in work.images],
+            kept_permille=kept_permille_of(request, self.permille, min_history=1),
         )
         num_blocks = self.pool.blocks_for(sequence.num_tokens)
         if reserved and self.pool.reserve(
@@ -154,12 +158,13 @@ class Simulation:
     def step(self) -> bool:
         """One step; False where there was nothing to do."""
         self.now += self.step_seconds
+        has_pruned = self.prune()
         schedule = self.schedule()
         for sequence in schedule.admitted:
             self.cached[sequence.request.key.request_id] = sequence.num_cached_tokens
         plan = self.check_plan(schedule)
         if plan is None:
-            return bool(schedule.preempted)
+            return bool(schedule.preempted) or has_pruned
         sampled = self.runner.execute(self.builder.build(plan)).token_ids
         outcome = self.scheduler.update(plan, sampled)
         for sequence, token_id, index in zip(
@@ -173,6 +178,19 @@ class Simulation:
         self.held += outcome.held
         self.check_books()
         return True
+
+    def prune(self) -> bool:
+        """Prune what is ready to be, as the step loop does; False if there was nothing."""
+        ready = self.scheduler.sequences_to_prune()
+        for sequence in ready:
+            if sequence.row is None:
+                continue
+            mass = self.runner.attention_mass(self.scheduler.pruner.observed_inputs(sequence))
+            moves, _ = self.scheduler.prune(sequence, mass)
+            if moves is not None:
+                self.runner.move_rows(moves.sources, moves.targets)
+            self.check_books()
+        return bool(ready)
 
     def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule(now=self.now)
@@ -197,7 +215,8 @@ class Simulation:
             num_blocks = len(sequence.blocks)
             assert self.batch.num_blocks[row] == num_blocks
             assert self.batch.block_table[row, :num_blocks].tolist() == sequence.blocks
-            assert self.batch.num_computed[row] <= num_blocks * BLOCK_SIZE
+            num_kept = self.batch.num_computed[row] - self.batch.num_dropped[row]
+            assert num_kept <= num_blocks * BLOCK_SIZE
             assert not self.batch.block_table[row, num_blocks:].any()
         self.check_columns()
 
@@ -246,15 +265,16 @@ def told(schedule: SchedulerOutput) -> object:
     )
 
 
-def alone(work: Work) -> list[int]:
+def alone(work: Work, *, permille: int = 0) -> list[int]:
     return answer_alone(
         work.request,
         work.images,
         positions=folded_positions,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(EOS,),
+        kept_permille=kept_permille_of(work.request, permille, min_history=1),
     )
 
 
-def expected(todo: list[Work]) -> dict[str, list[int]]:
-    return {work.request.key.request_id: alone(work) for work in todo}
+def expected(todo: list[Work], *, permille: int = 0) -> dict[str, list[int]]:
+    return {work.request.key.request_id: alone(work, permille=permille) for work in todo}

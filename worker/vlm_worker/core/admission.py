@@ -86,9 +86,13 @@ class AdmissionController:
         return self._watermark + withheld
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest prefix hit that leaves a token to compute (K4)."""
+        """Blocks of the longest prefix hit that leaves a token to compute (K4).
+
+        Answer tokens of a pruned sequence have other KV than those that are published.
+        """
         pool = self._pool
-        return pool.match(sequence.hashes[: (sequence.num_tokens - 1) // pool.block_size])
+        num_tokens = sequence.num_computable_tokens - 1
+        return pool.match(sequence.hashes[: num_tokens // pool.block_size])
 
     def admit_ready(self) -> None:
         for sequence in list(itertools.islice(self.ready, self._num_places)):

@@ -13,7 +13,8 @@ Laws (reference: vLLM's block pool; tests/worker/core/test_kv_cache.py checks ea
     K2  a block is in the free list if and only if its ref count is 0
     K3  only full blocks get a hash, and only after their KV was written (`scheduler`)
     K4  a hit never covers the last token of a prompt to prefill (the scheduler's part)
-    K5  the blocks of a sequence never change: two equal blocks are not merged later
+    K5  the blocks of a sequence never change: two equal blocks are not merged later. Pruning is
+        the one exception: it replaces blocks once, and the copies are never published (`pruning`)
     K6  a block with wrong KV is never published; if it was, it is removed from the prefix cache
     K7  of two cached blocks of one chain, the later is evicted first: each cached block can be hit
     K8  an image enters a hash by its image key, never by its placeholders alone (`hash_block`)
@@ -138,6 +139,10 @@ class BlockPool:
                 self.num_cached += 1
                 if self._is_visual[block]:
                     self._cached_visual[block] = None
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has more than one reference."""
+        return self._ref[block] > 1
 
     def reserve(self, count: int, *, keep: int = 0) -> bool:
         """Reserve `count` blocks; False if fewer than `count + keep` are available."""

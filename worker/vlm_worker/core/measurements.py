@@ -185,7 +185,8 @@ class KVUsage:
         if self._layout is None:
             return
         modality = Modality.IMAGE if sequence.items else Modality.TEXT
-        num_blocks = -(-sequence.num_tokens // self._layout.block_size)
+        num_tokens = sequence.num_tokens - sequence.num_dropped
+        num_blocks = -(-num_tokens // self._layout.block_size)
         self._bytes[modality].add(num_blocks * self._layout.block_bytes)
 
     @property

@@ -40,6 +40,8 @@ class PersistentBatch:
         token_ids: int32 [N, L]
         num_tokens, num_computed, num_prompt, limit, num_blocks, position_delta: int64 [N];
             `limit` is the number of tokens at which the answer ends
+        num_dropped: int64 [N]; tokens before the answer whose KV was dropped (`pruning`)
+        awaiting_pruning: the sequences that await it, in order of entry
         prefilling: bool [N]; True until all known tokens were computed
         block_table: int32 [N, B], padded with the null block
         stop_ids: int64 [N, K], padded with NO_TOKEN
@@ -70,6 +72,8 @@ class PersistentBatch:
         self.limit = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.position_delta = np.zeros(num_rows, np.int64)
+        self.num_dropped = np.zeros(num_rows, np.int64)
+        self.awaiting_pruning: dict[Sequence, None] = {}
         self.prefilling = np.zeros(num_rows, np.bool_)
         self.block_table = np.full(
             (num_rows, -(-max_model_len // block_size)), NULL_BLOCK, np.int32
@@ -170,6 +174,9 @@ class PersistentBatch:
         self.num_blocks[row] = len(sequence.blocks)
         self.block_table[row, : len(sequence.blocks)] = sequence.blocks
         self.position_delta[row] = sequence.position_delta
+        self.num_dropped[row] = sequence.num_dropped
+        if sequence.awaits_pruning:
+            self.awaiting_pruning[sequence] = None
         self.prefilling[row] = prefilling
         self._set_stop_ids(row, stop_ids(sequence, eos_token_ids=self.eos_token_ids))
         for name, column in self.sampling.items():
@@ -192,6 +199,7 @@ class PersistentBatch:
         self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
         self.logit_edits.pop(row, None)
         self.matchers.pop(row, None)
+        self.awaiting_pruning.pop(sequence, None)
         self.sequences[row] = None
         at = bisect.bisect_left(self.running, sequence.arrival, key=_arrival)
         del self.running[at]
@@ -200,6 +208,17 @@ class PersistentBatch:
         ]
         sequence.row = None
         self._free_rows.append(row)
+        self._members_changed(prefilling=bool(self.prefilling[row]))
+
+    def prune(self, sequence: Sequence) -> None:
+        """Take over `num_dropped` and the blocks of a sequence that was pruned."""
+        row = sequence.row
+        assert row is not None
+        del self.awaiting_pruning[sequence]
+        self.num_dropped[row] = sequence.num_dropped
+        self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
+        self.num_blocks[row] = len(sequence.blocks)
+        self.block_table[row, : len(sequence.blocks)] = sequence.blocks
         self._members_changed(prefilling=bool(self.prefilling[row]))
 
     def append_blocks(self, at: np.ndarray, blocks: list[int]) -> None:
@@ -290,12 +309,12 @@ class DecodeColumns:
         rows: int64 [D], rows of the PersistentBatch.
         members: the sequences; always the same list object.
         token_ids: int64 [D], the token that is not computed yet.
-        num_computed: int64 [D], tokens that have KV; `context_lens` is the same in int32, and
-            `num_kv_tokens` is their sum.
+        num_computed: int64 [D], tokens that are computed. `context_lens` are those that have KV, in
+            int32, and `num_kv_tokens` is their sum.
         indices: int64 [D], index of the next token in its answer.
         slots: int64 [D], slot of the next token's KV; undefined while its block is missing.
         positions: int64 [P, D], positions of the token that is not computed yet.
-        capacity: int64 [D], tokens that the blocks hold.
+        capacity: int64 [D], tokens that the blocks hold, and those that were dropped.
         block_table: int32 [D, B] for the B blocks of the longest; replaced when B grows.
     """
 
@@ -303,9 +322,11 @@ class DecodeColumns:
         self.rows, self.members = rows, members
         num_computed, num_blocks = batch.num_computed.take(rows), batch.num_blocks.take(rows)
         self.token_ids = batch.token_ids[rows, num_computed].astype(np.int64)
-        self.context_lens = num_computed.astype(np.int32)
-        self.num_kv_tokens = int(num_computed.sum())
-        self.capacity = num_blocks * batch.block_size
+        num_dropped = batch.num_dropped.take(rows)
+        num_kept = num_computed - num_dropped
+        self.context_lens = num_kept.astype(np.int32)
+        self.num_kv_tokens = int(num_kept.sum())
+        self.capacity = num_blocks * batch.block_size + num_dropped
         self.block_table = batch.block_table[:, : int(num_blocks.max(initial=1))][rows]
         self._ends_at = batch.limit.take(rows) - 1  # the last token of an answer is never computed
         self._stop_ids = np.ascontiguousarray(batch.stop_ids.take(rows, axis=0).T)
@@ -318,7 +339,7 @@ class DecodeColumns:
         self.num_computed[:] = num_computed
         np.subtract(num_computed + 1, batch.num_prompt.take(rows), out=self.indices)
         np.add(num_computed, batch.position_delta.take(rows), out=self.positions)
-        index, offset = np.divmod(num_computed, batch.block_size)
+        index, offset = np.divmod(num_kept, batch.block_size)
         np.minimum(index, self.block_table.shape[1] - 1, out=index)  # if the next block is missing
         blocks = self.block_table[np.arange(len(rows)), index].astype(np.int64)
         np.add(blocks * batch.block_size, offset, out=self.slots)

@@ -21,6 +21,7 @@ from vlm_worker.core.kv_cache import BlockPool, is_visual_block
 from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.measurements import KVUsage
 from vlm_worker.core.persistent_batch import PersistentBatch, max_total_tokens, stop_ids
+from vlm_worker.core.pruning import kept_permille_of
 from vlm_worker.core.request_validation import validate_request, validate_reservation
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
@@ -209,6 +210,7 @@ class Sequences:
             positions=positions,
             position_delta=delta,
             for_peer=for_peer,
+            kept_permille=kept_permille_of(request, settings.kv_prune_text),
             embeddings=[None] * len(request.items),
             matcher=matcher,
         )
