@@ -129,7 +129,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 
 def _check_pruning(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> None:
-    """Refuse a worker that would prune KV of another, or hand over pruned KV (decision 0049)."""
+    """Refuse a worker that would prune KV of another, or hand over pruned KV (decision 0050)."""
     both = {Stage.PREFILL, Stage.DECODE}
     if worker.kv_prune_text and (worker.role is Role.PREFILL or not both <= worker.stages):
         fail(
