@@ -42,7 +42,10 @@ def slot_elements(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
-    """Slots of a block, or of an entry. Raises ValueError if the last axis is not a multiple of a slot."""
+    """Slots of a block, or of an entry (`mixed_blocks`).
+
+    Raises ValueError if the last axis is not a multiple of a slot.
+    """
     size = slot_elements(kv_cache.dtype, head_dim)
     if head_dim < 1 or kv_cache.shape[-1] % size:
         raise ValueError(

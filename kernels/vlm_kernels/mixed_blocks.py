@@ -2,7 +2,7 @@
 
     cache   [N, L, 2, H, P * (D + 4)] words of the wide type's size: int16 with bfloat16, int32
             with float32
-    wide    [P, D] of the wide type                         P tokens; the rest of its words is unused
+    wide    [P, D] of the wide type                         P tokens; its last words are unused
     narrow  [R * P, D] int8, then [R * P] float32 scales    R * P tokens; R is the size of a word
 
 All blocks have the same number of bytes, so that a pool, a transfer or a hash does not see kinds. A
@@ -10,8 +10,8 @@ narrow block has R parts of P rows each. An entry of a block table is one part, 
 
     entry = (block * 2 + is_narrow) * R + part              the part of a wide block is 0
 
-A slot is `entry * P + offset`: the slots of a block are adjacent. Entry 0 is the null block. A value of a narrow row is `element *
-scale`, rounded to the wide type.
+A slot is `entry * P + offset`: a block's slots are adjacent. Entry 0 is the null block. A value of
+a narrow row is `element * scale`, rounded to the wide type.
 
 Shapes: D head size, P tokens per entry, E entries, C pieces.
 """

@@ -2,8 +2,8 @@
 
 Shapes: T new tokens, H KV heads, D head size, N blocks, L layers, P slots per block.
 A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`; for int8,
-scales follow (`kv_rows`); of two kinds of blocks, slots are as in `mixed_blocks`. On CPUs `cpu/store_kv.cpp` writes the rows, else numpy. The only
-computation is rounding to the cache's type.
+scales follow (`kv_rows`). If blocks have two kinds, slots are as in `mixed_blocks`. On CPUs
+`cpu/store_kv.cpp` writes the rows, else numpy. The only computation is rounding.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tests.kernels.batches import NUM_LAYERS, Batch, make_batch, poison, poisoned_cache
 from tests.kernels.rounding import BY_TORCH, OVER_OTHER_KV, assert_near
+
 from vlm_kernels import paged_attention, plan_attention, store_kv
 from vlm_kernels.kv_rows import MIXED
 from vlm_kernels.mixed_blocks import num_entries, num_parts, split_entries

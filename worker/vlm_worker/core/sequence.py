@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from vlm_worker.core.block_kinds import BlockShape
 from vlm_worker.types import ImageItem, Request
 
 MIN_PRIORITY: Final = -(2**31)
@@ -60,6 +61,7 @@ class Sequence:
         token_ids: int32, all known tokens, prompt and answer.
         positions: `[P, T]` of the prompt; a later token i has position i + `position_delta`.
         for_peer: keep the KV for a peer after the first token. It is not preempted.
+        block_shape: the tokens of each of its blocks; `BlockKinds.of` computes it.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
         soft_reserved_blocks: blocks of its soft reservation (`admission`), or None.
@@ -86,6 +88,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
+    block_shape: BlockShape | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     reserved_blocks: int = 0
     soft_reserved_blocks: int | None = None

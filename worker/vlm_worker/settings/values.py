@@ -301,7 +301,8 @@ class ComputeSettings:
     Attributes:
         dtype: of weights and activations; `auto` is the checkpoint's.
         kv_dtype: of the KV cache; `auto` is `dtype`, `int8` and `fp8` have a scale per token and
-            head; `fp8` is for GPUs.
+            head; `fp8` is for GPUs. `vision=int8` and `text=int8` are for one modality, on CPUs;
+            the other one is `auto`.
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
@@ -315,7 +316,9 @@ class ComputeSettings:
 
     dtype: str = option("--dtype", one_of(("auto", "bfloat16", "float16", "float32")), "auto")
     kv_dtype: str = option(
-        "--kv-dtype", one_of(("auto", "bfloat16", "float32", "int8", "fp8")), "auto"
+        "--kv-dtype",
+        one_of(("auto", "bfloat16", "float32", "int8", "fp8", "vision=int8", "text=int8")),
+        "auto",
     )
     device: str = option("--device", one_of(("auto", "cpu", "cuda")), "auto")
     packed_weights: bool = option(
