@@ -16,7 +16,12 @@ from worker.identity.stepper import Stepper
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.build import RunnerSettings, build_runner
-from vlm_worker.model.memory import available_bytes, make_kv_cache, num_kv_blocks
+from vlm_worker.model.memory import (
+    available_bytes,
+    check_kv_device,
+    make_kv_cache,
+    num_kv_blocks,
+)
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import KVLayout, Stage
 
@@ -227,12 +232,29 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
         pytest.param(
             {"kv_dtype": "fp8", "device": "cpu"}, "--kv-dtype=fp8 needs a GPU", id="kv in fp8"
         ),
+        pytest.param(
+            {"kv_dtype": "vision=int8", "dtype": "float16"},
+            "not built beside float16",
+            id="wide type",
+        ),
+        pytest.param(
+            {"kv_dtype": "text=int8", "dtype": "float32", "block_size": 6},
+            "--block-size=6: with --kv-dtype=text=int8 and float32, it must be a multiple of 4",
+            id="narrow block size",
+        ),
         pytest.param({"block_size": 0}, "--block-size=0: must be at least 1", id="block size"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         build_runner(dataclasses.replace(SETTINGS, **change))
+
+
+@pytest.mark.parametrize("kv_dtype", ["vision=int8", "text=int8"])
+def test_a_gpu_refuses_blocks_of_two_kinds(kv_dtype: str) -> None:
+    check_kv_device(kv_dtype, torch.device("cpu"))
+    with pytest.raises(ModelConfigError, match="do not read blocks of two kinds; choose int8"):
+        check_kv_device(kv_dtype, torch.device("cuda"))
 
 
 def test_memory_that_is_only_read_touches_no_state_of_the_steps(runner: ModelRunner) -> None:
