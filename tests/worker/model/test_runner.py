@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from vlm_worker.model.memory import (
     available_bytes,
     check_kv_device,
     make_kv_cache,
+    make_kv_layout,
     num_kv_blocks,
 )
 from vlm_worker.model.runner import ModelRunner
@@ -233,11 +235,6 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
             {"kv_dtype": "fp8", "device": "cpu"}, "--kv-dtype=fp8 needs a GPU", id="kv in fp8"
         ),
         pytest.param(
-            {"kv_dtype": "vision=int8", "dtype": "float16"},
-            "not built beside float16",
-            id="wide type",
-        ),
-        pytest.param(
             {"kv_dtype": "text=int8", "dtype": "float32", "block_size": 6},
             "--block-size=6: with --kv-dtype=text=int8 and float32, it must be a multiple of 4",
             id="narrow block size",
@@ -248,6 +245,14 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
 def test_settings_that_cannot_work_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         build_runner(dataclasses.replace(SETTINGS, **change))
+
+
+def test_wide_rows_without_a_kernel_are_refused() -> None:
+    text = SimpleNamespace(
+        num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=1, hidden_size=8
+    )
+    with pytest.raises(ModelConfigError, match="not built beside float16"):
+        make_kv_layout(text, "r", dtype=torch.float16, kv_dtype="vision=int8", block_size=4)
 
 
 @pytest.mark.parametrize("kv_dtype", ["vision=int8", "text=int8"])
