@@ -22,6 +22,9 @@ KV_ITEM_BYTES: Final = {**ITEM_BYTES, "int8": 1}
 KV_SCALE_BYTES: Final = {"int8": 4}
 """A float32 scale after each key and each value of a token and head."""
 
+KV_MODALITIES: Final = ("vision", "text")
+"""Those of which the worker's --kv-dtype=vision=int8 and text=int8 store one in int8."""
+
 INT4_GROUPS: Final = (128, 32)
 SCALE_BYTES: Final = 4
 
@@ -47,6 +50,18 @@ def kv_token_bytes(facts: ModelFacts, kv_dtype: str) -> int:
     All layers count, sliding ones too: the worker keeps all tokens of every layer.
     """
     return facts.num_layers * _kv_layer_bytes(facts, kv_dtype)
+
+
+def mixed_kv_token_bytes(facts: ModelFacts) -> tuple[int, int] | None:
+    """Return the KV bytes of a token in int8 and of another one, if one modality is in int8.
+
+    A block of the other type has the bytes of one in int8, scales included, and fewer tokens. None
+    if the worker has no such cache beside the dtype.
+    """
+    if facts.dtype not in ("bfloat16", "float32"):
+        return None
+    narrow = kv_token_bytes(facts, "int8")
+    return narrow, narrow * facts.item_bytes
 
 
 def kv_read_bytes(facts: ModelFacts, kv_dtype: str, num_tokens: float) -> float:
