@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     modality = [setting for setting in settings if setting.lever == "modality"]
     if modality:
         seen = worker.see([one for kind in KINDS for one in draw(kind, 4, seed=args.seed)])
-        for setting in modality:
+        for setting in (Setting("modality", "auto"), *modality):
             num_bytes = worker.kv_bytes(setting, seen)
             line = {"lever": "modality", "value": setting.value, "kv_bytes_per_request": num_bytes}
             print(json.dumps(line), flush=True)

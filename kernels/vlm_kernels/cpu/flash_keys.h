@@ -116,8 +116,8 @@ class TileRows {
       const char* key = static_cast<const char*>(at.k) +
                         ((entry.block * step.num_layers + at.layer) * 2 * heads + head) * size;
       for (int kv = 0; kv < 2; kv++, room += dim) {
-        entry.read_row(key + kv * heads * size, position % step.block_size, step.block_size, dim,
-                       read.data());
+        entry.read_rows(key + kv * heads * size, position % step.block_size, 1, step.block_size,
+                        dim, read.data());
         for (int64_t d = 0; d < dim; d++) {
           Bfloat16 value;
           from_float(to_float(read[d]), &value);

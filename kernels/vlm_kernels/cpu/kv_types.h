@@ -47,7 +47,7 @@ struct MixedEntry {
   int64_t block, part;
   bool is_narrow;
 
-  explicit MixedEntry(int64_t entry)
+  explicit MixedEntry(uint64_t entry)
       : block(entry / (2 * R)), part(entry % R), is_narrow(entry / R % 2 != 0) {}
 
   // Bytes of one piece.
@@ -55,19 +55,20 @@ struct MixedEntry {
     return piece_size<int8_t>(R * block_size, head_dim);
   }
 
-  // Writes the values of an offset's row, those of int8 rounded to Wide.
-  void read_row(const char* piece, int64_t offset, int64_t block_size, int64_t head_dim,
-                Wide* to) const {
+  // Writes the values of `count` rows from an offset on, those of int8 rounded to Wide.
+  void read_rows(const char* piece, int64_t offset, int64_t count, int64_t block_size,
+                 int64_t head_dim, Wide* to) const {
     if (!is_narrow) {
-      const Wide* row = reinterpret_cast<const Wide*>(piece) + offset * head_dim;
-      std::memcpy(to, row, head_dim * sizeof(Wide));
+      const Wide* rows = reinterpret_cast<const Wide*>(piece) + offset * head_dim;
+      std::memcpy(to, rows, count * head_dim * sizeof(Wide));
       return;
     }
     const int8_t* codes = reinterpret_cast<const int8_t*>(piece);
-    const int64_t slot = part * block_size + offset;
-    const float scale = scale_of(codes, R * block_size, head_dim, slot);
-    const int8_t* row = codes + slot * head_dim;
-    for (int64_t d = 0; d < head_dim; d++) from_float(static_cast<float>(row[d]) * scale, to + d);
+    for (int64_t slot = part * block_size + offset; count > 0; count--, slot++) {
+      const float scale = scale_of(codes, R * block_size, head_dim, slot);
+      const int8_t* row = codes + slot * head_dim;
+      for (int64_t d = 0; d < head_dim; d++) from_float(static_cast<float>(row[d]) * scale, to++);
+    }
   }
 };
 

@@ -115,14 +115,16 @@ class MixedRows {
   void find(int64_t begin, int64_t end, Tile<Wide>* tile) {
     Wide* to = copies_.data() + turn_ * 2 * TILE * head_dim_;
     turn_ ^= 1;
+    int64_t at = begin / block_size_, offset = begin % block_size_;
     int i = 0;
-    for (int64_t at = begin; at < end; at++, i++, to += head_dim_) {
-      const MixedEntry<Wide> entry(table_[at / block_size_]);
+    for (int64_t left = end - begin; left > 0; at++, offset = 0) {
+      const MixedEntry<Wide> entry(table_[at]);
       const char* piece = base_ + entry.block * block_;
-      const int64_t offset = at % block_size_;
-      entry.read_row(piece, offset, block_size_, head_dim_, to);
-      entry.read_row(piece + behind_, offset, block_size_, head_dim_, to + behind());
-      tile->keys[i] = to;
+      const int64_t here = std::min(left, block_size_ - offset);
+      entry.read_rows(piece, offset, here, block_size_, head_dim_, to);
+      entry.read_rows(piece + behind_, offset, here, block_size_, head_dim_, to + behind());
+      for (int64_t j = 0; j < here; j++, to += head_dim_) tile->keys[i++] = to;
+      left -= here;
     }
     tile->count = i;
     for (; i < TILE; i++) tile->keys[i] = tile->keys[i - 1];
