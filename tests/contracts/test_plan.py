@@ -204,7 +204,7 @@ def test_rounded_weights_have_the_workers_bytes(both: Both, weights: str):
     assert capacity.weights_bytes(both.facts, tuple(Role), weights) == exact - saved
 
 
-@pytest.mark.parametrize("modality", capacity.KV_MODALITIES)
+@pytest.mark.parametrize("modality", ["vision", "text"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_kv_of_one_modality_in_int8_has_the_workers_bytes_per_token(
     both: Both, modality: str, dtype: str

@@ -235,7 +235,7 @@ class KVLayout:
     def row_bytes(self) -> int:
         """Bytes of one token's key, or value, of one head, including its scale.
 
-        With `narrow`, those of a wide block's token: its block has room for scales, too.
+        With `narrow`, those of a wide block's token: all blocks have the same bytes.
         """
         if self.narrow:
             return (self.head_dim + SCALE_BYTES["int8"]) * self.num_parts

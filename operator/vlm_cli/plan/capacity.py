@@ -22,9 +22,6 @@ KV_ITEM_BYTES: Final = {**ITEM_BYTES, "int8": 1}
 KV_SCALE_BYTES: Final = {"int8": 4}
 """A float32 scale after each key and each value of a token and head."""
 
-KV_MODALITIES: Final = ("vision", "text")
-"""Those of which the worker's --kv-dtype=vision=int8 and text=int8 store one in int8."""
-
 INT4_GROUPS: Final = (128, 32)
 SCALE_BYTES: Final = 4
 

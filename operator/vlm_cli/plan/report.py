@@ -145,9 +145,9 @@ def _kv_types(facts: ModelFacts) -> Section:
         token_bytes = capacity.kv_token_bytes(facts, kv_dtype)
         found.append((kv_dtype, token_bytes, token_bytes))
     mixed = capacity.mixed_kv_token_bytes(facts)
-    for modality in capacity.KV_MODALITIES if mixed else ():
-        by_modality = mixed if modality == "vision" else mixed[::-1]
-        found.append((f"{modality}=int8", *by_modality))
+    if mixed is not None:
+        narrow, wide = mixed
+        found += [("vision=int8", narrow, wide), ("text=int8", wide, narrow)]
     rows: list[dict[str, Figure | str]] = [
         {
             "KV dtype": kv_dtype,

@@ -141,14 +141,14 @@ FINGERPRINT = "662197e67d279cc796249537a52b5382"
 
 
 @pytest.mark.parametrize("narrow", NARROW)
-@given(todo=works(), room=st.integers(1, 40), rows=st.integers(1, 4), budget=st.integers(4, 40))
+@given(todo=works(), spare=st.integers(1, 40), rows=st.integers(1, 4), budget=st.integers(4, 40))
 @settings(max_examples=60, deadline=None)
 def test_answers_do_not_depend_on_kinds_and_every_block_is_returned(
-    todo: list[Work], room: int, rows: int, budget: int, narrow: Narrow
+    todo: list[Work], spare: int, rows: int, budget: int, narrow: Narrow
 ) -> None:
     """With chunks, hits, preemptions and answers that grow, over blocks of both kinds."""
     kinds = BlockKinds(BLOCK_SIZE, narrow, 4)
-    run = Simulation(num_blocks=17 + room, max_num_seqs=rows, budget=budget, kinds=kinds)
+    run = Simulation(num_blocks=17 + spare, max_num_seqs=rows, budget=budget, kinds=kinds)
     run.run(todo)
     assert run.answers == expected(todo)
 

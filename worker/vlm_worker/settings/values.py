@@ -301,8 +301,7 @@ class ComputeSettings:
     Attributes:
         dtype: of weights and activations; `auto` is the checkpoint's.
         kv_dtype: of the KV cache; `auto` is `dtype`, `int8` and `fp8` have a scale per token and
-            head; `fp8` is for GPUs. `vision=int8` and `text=int8` are for one modality, on CPUs;
-            the other one is `auto`.
+            head; `fp8` is for GPUs. `vision=int8` is on CPUs, and leaves text as `auto`.
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
