@@ -37,9 +37,9 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=39_100, single_importers=43, short_files=16),
-    "operator": Count(lines=41_350, single_importers=54, short_files=34),
-    "kernels": Count(lines=6_900, single_importers=15, short_files=8),
+    "worker": Count(lines=39_400, single_importers=43, short_files=16),
+    "operator": Count(lines=41_400, single_importers=54, short_files=34),
+    "kernels": Count(lines=7_050, single_importers=15, short_files=8),
 }
 
 
