@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.batches import NUM_LAYERS, Batch, make_batch, poison, poisoned_cache
-from tests.kernels.rounding import BY_TORCH, OVER_OTHER_KV, assert_near
+from kernels.batches import NUM_LAYERS, Batch, make_batch, poison, poisoned_cache
+from kernels.rounding import BY_TORCH, OVER_OTHER_KV, assert_near
+from kernels.variants import library_of
 
 from vlm_kernels import paged_attention, plan_attention, store_kv
+from vlm_kernels.cpu import libraries, native
 from vlm_kernels.kv_rows import MIXED
 from vlm_kernels.mixed_blocks import num_entries, num_parts, split_entries
 from vlm_kernels.paged_attention import paged_attention_reference
 from vlm_kernels.store_kv import store_kv_reference
 
 store = importlib.import_module("vlm_kernels.store_kv")
+decode = importlib.import_module("vlm_kernels.decode_attention")
 
 CACHES = sorted(MIXED, key=str)
 TYPES = [
@@ -28,6 +32,17 @@ TYPES = [
     pytest.param((torch.bfloat16, torch.int32), id="bfloat16 over float32 and int8"),
     pytest.param((torch.float32, torch.int16), id="float32 over bfloat16 and int8"),
 ]
+
+
+@pytest.fixture(params=[variant.name for variant in libraries.supported()])
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Decode attention of each library that this machine can run, in place of the best."""
+    if native.library() is None:
+        pytest.skip("no native library on this machine")
+    kernel = native.typed(library_of(request.param), decode.SYMBOL, *decode.ARGUMENTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_kernel", lambda: kernel)
+        yield request.param
 
 
 def check(batch: Batch) -> None:
@@ -96,9 +111,10 @@ def test_any_batch_equals_the_definition_and_together_is_alone(
 
 @pytest.mark.parametrize("types", TYPES)
 def test_native_rows_have_the_same_bits_in_every_batch(
-    types: tuple[torch.dtype, torch.dtype],
+    types: tuple[torch.dtype, torch.dtype], variant: str
 ) -> None:
     batch = make_batch([(700, 1), (4, 1), (1099, 1)], dtype=types[0], kv_dtype=types[1])
+    check(batch)
     together = batch.fast(0)
     for s in range(3):
         assert torch.equal(batch.alone(s).fast(0), together[s : s + 1])
