@@ -79,6 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for lever in dict.fromkeys(setting.lever for setting in settings):
         cells = visual_report.of_lever(lines, lever)
         print(f"\n{lever}\n\n{table.markdown(cells)}", file=sys.stderr)
+    modality = [setting for setting in settings if setting.lever == "modality"]
+    if modality:
+        seen = worker.see([one for kind in KINDS for one in draw(kind, 4, seed=args.seed)])
+        for setting in (Setting("modality", "auto"), *modality):
+            num_bytes = worker.kv_bytes(setting, seen)
+            line = {"lever": "modality", "value": setting.value, "kv_bytes_per_request": num_bytes}
+            print(json.dumps(line), flush=True)
     if "arrcoc" in {setting.lever for setting in settings}:
         took = visual_levers.texture_milliseconds(448)
         print(f"\nrelevance and groups of 448 x 448 pixels: {took:.1f} ms", file=sys.stderr)

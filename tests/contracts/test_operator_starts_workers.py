@@ -89,6 +89,26 @@ def test_all_workers_read_the_weights_of_the_model(weights: dict[str, str]):
             assert read.compute.weights == want
 
 
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        ("Auto", "auto"), ("BFloat16", "bfloat16"), ("Float32", "float32"), ("Int8", "int8"),
+        ("FP8", "fp8"), ("VisionInt8", "vision=int8"), ("TextInt8", "text=int8"),
+    ],
+)  # fmt: skip
+def test_workers_read_the_kv_type_of_the_model_and_no_other_set_exchanges_kv(kind: str, flag: str):
+    manifest = copy.deepcopy(body())
+    off = worker_arguments(manifest)
+    manifest["spec"]["model"]["kvCacheDtype"] = kind
+    for role, args in worker_arguments(manifest).items():
+        read = parse(args, {"POD_NAME": "p", "POD_UID": "u", "POD_IP": "127.0.0.1"})
+        compat = [arg for arg in args if arg.startswith("--compat=")]
+        assert (set(compat) <= set(off[role])) == (kind == "Auto")
+        if role != "gateway":
+            assert isinstance(read, WorkerSettings)
+            assert read.compute.kv_dtype == flag
+
+
 def test_all_workers_read_the_scales_of_the_model_and_other_scales_are_another_set():
     manifest, sets = copy.deepcopy(body()), []
     for sha256 in ("", "a" * 64, "b" * 64):

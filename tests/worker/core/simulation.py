@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from worker.answers import answer_alone, folded_positions, make_image
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.pruning import kept_permille_of
@@ -96,13 +97,17 @@ class Simulation:
         visual_percent: int = 100,
         settings: AdmissionSettings | None = None,
         permille: int = 0,
+        kinds: BlockKinds | None = None,
     ) -> None:
         self.permille = permille
-        self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE, visual_percent=visual_percent)
+        self.pool = BlockPool(
+            num_blocks, block_size=BLOCK_SIZE, kinds=kinds, visual_percent=visual_percent
+        )
         self.batch = PersistentBatch(
             max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
+            kinds=kinds,
             eos_token_ids=(EOS,),
         )
         self.scheduler = Scheduler(
@@ -119,7 +124,8 @@ class Simulation:
         self.builder = BatchBuilder(
             self.batch, max_num_batched_tokens=budget, whole_images=whole_images
         )
-        self.runner = ChecksumRunner(num_blocks, block_size=BLOCK_SIZE)
+        narrow = None if kinds is None else kinds.narrow
+        self.runner = ChecksumRunner(num_blocks, block_size=BLOCK_SIZE, narrow=narrow)
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self.answers: dict[str, list[int]] = {}
@@ -146,7 +152,7 @@ class Simulation:
             embeddings=[embed(image) for image in work.images],
             kept_permille=kept_permille_of(request, self.permille, min_history=1),
         )
-        num_blocks = self.pool.blocks_for(sequence.num_tokens)
+        num_blocks = self.pool.kinds.of(sequence).num_blocks(sequence.num_tokens)
         if reserved and self.pool.reserve(
             num_blocks, keep=self.scheduler.admission.withheld_blocks
         ):
@@ -212,12 +218,14 @@ class Simulation:
             row = sequence.row
             assert row is not None
             assert sequence.status is Status.RUNNING
-            num_blocks = len(sequence.blocks)
-            assert self.batch.num_blocks[row] == num_blocks
-            assert self.batch.block_table[row, :num_blocks].tolist() == sequence.blocks
+            shape = self.pool.kinds.of(sequence)
+            entries = list(shape.entries(sequence.blocks))
+            assert self.batch.num_entries[row] == len(entries)
+            assert self.batch.block_table[row, : len(entries)].tolist() == entries
+            assert len(entries) * BLOCK_SIZE == shape.num_tokens(len(sequence.blocks))
             num_kept = self.batch.num_computed[row] - self.batch.num_dropped[row]
-            assert num_kept <= num_blocks * BLOCK_SIZE
-            assert not self.batch.block_table[row, num_blocks:].any()
+            assert num_kept <= shape.num_tokens(len(sequence.blocks))
+            assert not self.batch.block_table[row, len(entries) :].any()
         self.check_columns()
 
     def check_columns(self) -> None:

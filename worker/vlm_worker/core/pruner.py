@@ -72,7 +72,7 @@ class Pruner:
         rows = observed_rows(sequence.request)
         index = np.array(rows)
         blocks = batch.block_table[row, index // block_size].astype(np.int64)
-        num_blocks = self._pool.blocks_for(rows.stop)
+        num_blocks = self._pool.most_blocks_for(rows.stop)
         return StepInputs(
             token_ids=batch.token_ids[row, index].astype(np.int64),
             positions=sequence.positions[:, rows.start : rows.stop].astype(np.int64),
@@ -103,7 +103,7 @@ class Pruner:
         kept = np.append(kept, np.arange(_num_prompt(sequence), batch.num_computed[row]))
         first = first_changed_block(kept, block_size=pool.block_size)
         num_rows = batch.num_tokens if batch.prefilling[row] else batch.num_computed
-        count = pool.blocks_for(int(num_rows[row]) - num_dropped) - first
+        count = pool.most_blocks_for(int(num_rows[row]) - num_dropped) - first
         targets = self._take(sequence, first, count)
         if targets is None:
             return None

@@ -107,7 +107,8 @@ class Scheduler:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a prefix hit would cover now; never the last one (K4). Changes nothing."""
-        return len(self.admission.match(sequence)) * self.pool.block_size
+        num_blocks = len(self.admission.match(sequence))
+        return self.pool.kinds.of(sequence).num_tokens(num_blocks)
 
     # ---- pruning, between steps ------------------------------------------------------------------
 
@@ -305,9 +306,10 @@ class Scheduler:
         for sequence, count in zip(batch.members(rows), counts.tolist(), strict=True):
             end = int(batch.num_computed[sequence.row])
             self._publish(sequence, batch.token_ids[sequence.row], start=end - count, end=end)
-            num_blocks = end // pool.block_size
+            shape = pool.kinds.of(sequence)
+            num_blocks = shape.num_full(end)
             if end == batch.num_tokens[sequence.row]:
-                num_blocks = pool.blocks_for(end)
+                num_blocks = shape.num_blocks(end)
                 batch.end_prefill(sequence)
             outcome.prefilled.append((sequence, end, num_blocks))
         rows = rows[plan.samples[plan.num_decodes :]]
@@ -325,8 +327,8 @@ class Scheduler:
         blocks are hashed, does not find.
         """
         batch, pool = self.batch, self.pool
-        start = len(pool.match(sequence.hashes)) * pool.block_size
-        end = start + pool.block_size
+        shape, num_blocks = pool.kinds.of(sequence), len(pool.match(sequence.hashes))
+        start, end = shape.num_tokens(num_blocks), shape.num_tokens(num_blocks + 1)
         if end > sequence.num_tokens:
             return
         tokens, rows = sequence.token_ids[start:end], batch.decode_rows
@@ -346,10 +348,10 @@ class Scheduler:
         """Publish the blocks that the tokens `[start, end)` completed."""
         if sequence.num_dropped:
             return
-        block_size = self.pool.block_size
+        shape = self.pool.kinds.of(sequence)
         self._extend_hashes(sequence, token_ids, num_tokens=end)
-        for index in range(start // block_size, end // block_size):
-            is_visual = is_visual_block(sequence.items, end=(index + 1) * block_size)
+        for index in range(shape.num_full(start), shape.num_full(end)):
+            is_visual = is_visual_block(sequence.items, end=shape.num_tokens(index + 1))
             self.pool.publish(sequence.blocks[index], sequence.hashes[index], is_visual=is_visual)
 
     def _extend_hashes(self, sequence: Sequence, token_ids: np.ndarray, *, num_tokens: int) -> None:
@@ -357,7 +359,7 @@ class Scheduler:
             sequence.hashes,
             token_ids,
             sequence.request,
-            block_size=self.pool.block_size,
+            shape=self.pool.kinds.of(sequence),
             num_tokens=num_tokens,
         )
 

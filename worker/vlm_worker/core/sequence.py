@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from vlm_worker.core.block_kinds import BlockShape
 from vlm_worker.core.grammars import Matcher
 from vlm_worker.types import ImageItem, Request
 
@@ -64,6 +65,7 @@ class Sequence:
         kept_permille: the share of its history's text that keeps its KV after the prompt; 0 if it
             is not pruned (`pruning`).
         num_dropped: tokens whose KV was dropped; the slot of a later token is its index less them.
+        block_shape: the tokens of each of its blocks; `BlockKinds.of` computes it.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
         soft_reserved_blocks: blocks of its soft reservation (`admission`), or None.
@@ -93,6 +95,7 @@ class Sequence:
     kept_permille: int = 0
     num_dropped: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
+    block_shape: BlockShape | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     reserved_blocks: int = 0
     soft_reserved_blocks: int | None = None

@@ -69,7 +69,7 @@ class BatchBuilder:
             image_rows += rows
             if self._whole_images:
                 spans[s] = tuple((item.offset, item.end) for item in sequence.items)
-        width = int(batch.num_blocks.take(plan.rows).max())
+        width = int(batch.num_entries.take(plan.rows).max())
         return StepInputs(
             token_ids=self._ids[:num_tokens],
             positions=positions[:, :num_tokens],

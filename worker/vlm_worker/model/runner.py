@@ -22,6 +22,7 @@ from vlm_kernels import (
     sample_tokens,
     scatter_blocks,
 )
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput
 from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, EngineError
@@ -404,6 +405,7 @@ class ModelRunner:
             )
 
         if self._kv_pages is not None:
-            self._kv_pages.use(inputs.slot_mapping // layout.block_size)
+            slots_per_block = layout.block_size * BlockKinds.of_layout(layout).entries_per_block
+            self._kv_pages.use(inputs.slot_mapping // slots_per_block)
         slots = torch.tensor(inputs.slot_mapping, device=self.device)
         return StepContext(self._kv_cache, slots, make_plan)

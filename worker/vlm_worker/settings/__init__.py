@@ -129,12 +129,17 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 
 def _check_pruning(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> None:
-    """Refuse a worker that would prune KV of another, or hand over pruned KV (decision 0050)."""
+    """Refuse a worker that would prune KV of another, or hand over pruned KV (decision 0051)."""
     both = {Stage.PREFILL, Stage.DECODE}
     if worker.kv_prune_text and (worker.role is Role.PREFILL or not both <= worker.stages):
         fail(
             "--kv-prune-text: only of a decode worker, or an encoder that lends, with "
             "--stages=encoder,prefill,decode: pruned KV is not handed over"
+        )
+    if worker.kv_prune_text and "=" in worker.compute.kv_dtype:
+        fail(
+            f"--kv-prune-text: not with --kv-dtype={worker.compute.kv_dtype}: rows do not move "
+            "between blocks of two types; remove one of them"
         )
 
 

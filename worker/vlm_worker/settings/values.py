@@ -157,7 +157,7 @@ class ComputeSettings:
     Attributes:
         dtype: of weights and activations; `auto` is the checkpoint's.
         kv_dtype: of the KV cache; `auto` is `dtype`, `int8` and `fp8` have a scale per token and
-            head; `fp8` is for GPUs.
+            head; `fp8` is for GPUs. `vision=int8` is on CPUs, and leaves text as `auto`.
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
@@ -175,7 +175,9 @@ class ComputeSettings:
 
     dtype: str = option("--dtype", one_of(("auto", "bfloat16", "float16", "float32")), "auto")
     kv_dtype: str = option(
-        "--kv-dtype", one_of(("auto", "bfloat16", "float32", "int8", "fp8")), "auto"
+        "--kv-dtype",
+        one_of(("auto", "bfloat16", "float32", "int8", "fp8", "vision=int8", "text=int8")),
+        "auto",
     )
     device: str = option("--device", one_of(("auto", "cpu", "cuda")), "auto")
     packed_weights: bool = option(
