@@ -431,7 +431,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority", "num_history_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +440,7 @@ class PrefetchRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -448,7 +449,8 @@ class PrefetchRequest(_message.Message):
     sampling: Sampling
     cache_salt: bytes
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ...) -> None: ...
+    num_history_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
     __slots__ = ("outcome", "num_cached_tokens", "num_computed_tokens")

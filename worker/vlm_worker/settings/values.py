@@ -52,7 +52,6 @@ CHOSEN_BY_SERVE: Final = frozenset({
 })  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSettings:
     """What gateway and workers share.
