@@ -80,7 +80,7 @@ class Decoding:
     def receive(self, sequence: Sequence) -> None:
         """Admit a sequence whose KV a peer has computed, so that no watermark delays it."""
         pool = self.scheduler.pool
-        blocks = pool.take(pool.blocks_for(sequence.num_tokens))
+        blocks = pool.take(pool.kinds.of(sequence).num_blocks(sequence.num_tokens))
         assert blocks is not None
         sequence.blocks, sequence.num_computed_tokens = blocks, sequence.num_tokens
         sequence.token_ids = np.append(sequence.token_ids, np.int32(7))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlm_worker.core.block_kinds import BlockKinds, BlockShape
 from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
 from vlm_worker.model.vision import Embedding
 from vlm_worker.types import ImageItem
@@ -70,23 +71,35 @@ def forced(
 
 def greedy_tokens(runner: Any, sequences: Sequence[Forced]) -> list[tuple[int, ...]]:
     """The greedy token at each place of the answers, all sequences in one step."""
-    output = runner.execute(step_inputs(sequences, block_size=runner.kv_layout.block_size))
+    kinds = BlockKinds.of_layout(runner.kv_layout)
+    output = runner.execute(step_inputs(sequences, kinds=kinds))
     ends = np.cumsum([one.num_answer for one in sequences])
     return [tuple(part.tolist()) for part in np.split(output.token_ids, ends[:-1])]
 
 
-def step_inputs(sequences: Sequence[Forced], *, block_size: int) -> StepInputs:
+def shape_of(sequence: Forced, kinds: BlockKinds) -> BlockShape:
+    """The KV blocks of a sequence."""
+    image = ImageItem(b"", sequence.first, len(sequence.rows), (1, 1, len(sequence.rows)))
+    return kinds.of_items((image,))
+
+
+def step_inputs(sequences: Sequence[Forced], *, kinds: BlockKinds) -> StepInputs:
     """One chunk per sequence, from its first token on; blocks are given from 1 on."""
     lengths = np.array([len(one.token_ids) for one in sequences])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    num_blocks = -(-lengths // block_size)
-    table = np.zeros((len(sequences), num_blocks.max()), np.int32)
+    size = kinds.block_size
+    width = -(-int(lengths.max()) // size) + kinds.num_parts
+    table = np.zeros((len(sequences), width), np.int32)
     slots, image_rows, sampled = [], [], []
     block = 1
     for number, (one, start) in enumerate(zip(sequences, starts[:-1], strict=True)):
-        table[number, : num_blocks[number]] = np.arange(block, block + num_blocks[number])
-        slots.append(block * block_size + np.arange(lengths[number]))
-        block += int(num_blocks[number])
+        shape = shape_of(one, kinds)
+        num_blocks = shape.num_blocks(int(lengths[number]))
+        entries = shape.entries(range(block, block + num_blocks))
+        table[number, : len(entries)] = entries
+        index = np.arange(lengths[number])
+        slots.append(table[number, index // size].astype(np.int64) * size + index % size)
+        block += num_blocks
         image_rows.append(ImageRows(Embedding(one.rows), 0, int(start) + one.first, len(one.rows)))
         sampled.append(np.arange(start + lengths[number] - one.num_answer, start + lengths[number]))
     rows = np.concatenate(sampled)

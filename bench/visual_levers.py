@@ -8,6 +8,7 @@
     kv        the whole image, KV cache in int8
     weights   the whole image, encoded with int8 weights of tower and merger; `calibrated`: with
               scales of activations from other questions, instead of one for each row
+    modality  the whole image, KV cache in int8 of both modalities or of one
     parts     the whole image, encoded and decoded with types by part, as of `--weights`
 
 The worker's own code does all of it: processor, vision tower, reduction, decoder. Visual tokens of
@@ -29,10 +30,11 @@ from typing import Any, Final
 import int8_accuracy
 import numpy as np
 import torch
-from teacher import Forced, forced
+from teacher import Forced, forced, shape_of
 from visual_questions import KINDS, SEED, Question, draw, token_ids
 
 from vlm_worker.core.activation_scales import ActivationScales, processor_hash
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.relevance import allocate
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
 from vlm_worker.gateway.visual import Choice, VisualLimits, VisualPolicy
@@ -51,6 +53,8 @@ OF_EACH_KIND: Final = 5
 """Images of each kind of question that scales are calibrated with."""
 CALIBRATION_SEED: Final = SEED + 1000
 CALIBRATION_TOKENS: Final = 1024
+MODALITY_BLOCK: Final = 16
+"""Tokens of a narrow block; an image of `shapes` has 36 to 100."""
 SCORED: Final = Reduction(Method.ZIP, 500)
 """Asks the encoder for attention scores, without which ZIP cannot rank."""
 
@@ -96,6 +100,7 @@ LEVERS: Final[Mapping[str, tuple[Setting, ...]]] = {
 }
 CALIBRATED: Final = "calibrated"
 UNRECORDED: Final[Mapping[str, tuple[Setting, ...]]] = {
+    "modality": tuple(Setting("modality", value) for value in ("int8", "vision=int8", "text=int8")),
     "weights": (Setting("weights", CALIBRATED),),
     "parts": (
         Setting("parts", "encoder=int8"),
@@ -144,6 +149,7 @@ class Worker:
     def __init__(self, *, threads: int) -> None:
         self._threads = threads
         self._by_weights: dict[str, Any] = {}
+        self._by_kv: dict[str, Any] = {}
 
     @functools.cached_property
     def runner(self) -> Any:
@@ -191,6 +197,23 @@ class Worker:
             parts=calibrator.scales(percentile=99.99, margin=1.0),
         )
 
+    def with_kv(self, kv_dtype: str) -> Any:
+        """The runner with this `--kv-dtype`, and blocks that are small beside an image."""
+        if kv_dtype not in self._by_kv:
+            options = {"kv_dtype": kv_dtype, "block_size": MODALITY_BLOCK}
+            self._by_kv[kv_dtype] = self._built(options)
+        return self._by_kv[kv_dtype]
+
+    def kv_bytes(self, setting: Setting, seen: Sequence[Seen]) -> float:
+        """Mean KV bytes of a prompt and its answer, in whole blocks."""
+        layout = self.decoder(setting).kv_layout
+        kinds = BlockKinds.of_layout(layout)
+        blocks = [
+            shape_of(one, kinds).num_blocks(len(one.token_ids))
+            for one in self.sequences(setting, seen)
+        ]
+        return layout.block_bytes * sum(blocks) / len(blocks)
+
     def _built(self, options: dict[str, Any]) -> Any:
         return int8_accuracy.runner_of({"dtype": "auto", "num_threads": self._threads, **options})
 
@@ -198,6 +221,8 @@ class Worker:
         """The runner that decodes with this setting."""
         if setting.lever == "parts":
             return self.with_weights(setting.value)
+        if setting.lever == "modality":
+            return self.with_kv(setting.value)
         return self.int8_kv if setting.lever == "kv" else self.runner
 
     def see(self, questions: Sequence[Question], *, permille: int = 1000) -> list[Seen]:
@@ -210,7 +235,7 @@ class Worker:
         """What the decoder reads with this setting."""
         questions = [one.question for one in seen]
         match setting.lever:
-            case "off" | "kv":
+            case "off" | "kv" | "modality":
                 return [self._whole(one) for one in seen]
             case "pixels":
                 return [self._whole(one) for one in self.see(questions, permille=setting.permille)]

@@ -2,6 +2,7 @@
 
     make bench ARGS=visual_tokens                      every lever, about two minutes
     python bench/visual_tokens.py --lever=zip          one lever, beside `off` and the baseline
+    python bench/visual_tokens.py --lever=prune        KV of text (`visual_pruning`), alone
     python bench/visual_tokens.py --questions 1000 --record         results/visual_tokens.jsonl
 
 Each lever answers the same held-out questions (`visual_questions`) by teacher forcing (`teacher`),
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 import table
 import visual_levers
+import visual_pruning
 import visual_report
 from paired import Paired
 from teacher import greedy_tokens
@@ -30,6 +32,7 @@ from visual_questions import GROUPS, KINDS, SEED, draw, num_of_kind, pooled
 
 TOGETHER: Final = 32
 """Questions of a step."""
+PRUNE: Final = "prune"
 RECORD: Final = table.RESULTS / "visual_tokens.jsonl"
 
 
@@ -55,6 +58,9 @@ Answers = Mapping[str, Sequence[Answer]]
 def main(argv: Sequence[str] | None = None) -> None:
     """Ask, and print a JSON line per setting and a table per lever."""
     args = arguments(argv)
+    if args.lever == [PRUNE]:
+        visual_pruning.main(questions=args.questions, seed=args.seed, threads=args.threads)
+        return
     settings = visual_levers.chosen(args.lever)
     answers: dict[Setting, dict[str, list[Answer]]] = {setting: {} for setting in settings}
     worker = Worker(threads=args.threads)
@@ -73,6 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for lever in dict.fromkeys(setting.lever for setting in settings):
         cells = visual_report.of_lever(lines, lever)
         print(f"\n{lever}\n\n{table.markdown(cells)}", file=sys.stderr)
+    modality = [setting for setting in settings if setting.lever == "modality"]
+    if modality:
+        seen = worker.see([one for kind in KINDS for one in draw(kind, 4, seed=args.seed)])
+        for setting in (Setting("modality", "auto"), *modality):
+            num_bytes = worker.kv_bytes(setting, seen)
+            line = {"lever": "modality", "value": setting.value, "kv_bytes_per_request": num_bytes}
+            print(json.dumps(line), flush=True)
     if "arrcoc" in {setting.lever for setting in settings}:
         took = visual_levers.texture_milliseconds(448)
         print(f"\nrelevance and groups of 448 x 448 pixels: {took:.1f} ms", file=sys.stderr)
@@ -87,14 +100,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--lever",
         action="append",
         default=[],
-        choices=tuple(dict.fromkeys((*LEVERS, *UNRECORDED))),
-        help="beside off and pixels; may be repeated; default: all",
+        choices=tuple(dict.fromkeys((*LEVERS, *UNRECORDED, PRUNE))),
+        help="beside off and pixels; may be repeated; default: all; prune: alone (visual_pruning)",
     )
     parser.add_argument("--questions", type=_positive, default=100, help="of each group")
     parser.add_argument("--seed", type=int, default=SEED, help="of the questions")
     parser.add_argument("--threads", type=_positive, default=1)
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     args = parser.parse_args(argv)
+    if PRUNE in args.lever and args.lever != [PRUNE]:
+        parser.error(f"--lever={PRUNE}: it asks other questions, so it goes alone")
     if args.record and (without := sorted(set(args.lever) - set(LEVERS))):
         parser.error(f"--record: {', '.join(without)} has no place in {RECORD.name}")
     return args

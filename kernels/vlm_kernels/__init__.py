@@ -2,9 +2,11 @@
 
     store_kv           write the keys and values of new tokens into KV blocks
     paged_attention    attention of packed queries over KV blocks
+    mixed_blocks       blocks of two kinds in one cache: int8 for one modality
     decode_attention   the part of it for sequences with one query, in C++
     varlen_attention   attention inside segments of a packed axis (vision towers)
     flash_attention    both in C++, for bfloat16; a query sees an interval of its `segments`
+    attention_mass     the attention that the last rows of a sequence pay to each of its tokens
     received_attention the mean weight that attention inside segments gives to each token
     dense_attention    attention of a batch of equal shapes, used if no other kernel applies
     packed_weights     weights in panels, in bfloat16 or int8
@@ -21,6 +23,7 @@
     sampling           logits to tokens
     gather_blocks      copy whole KV blocks to one contiguous buffer, and back (scatter_blocks), or
                        view their memory (block_memory)
+    move_rows          copy rows of tokens within the KV blocks
     opaque             a kernel as one operation for torch.compile
 
 resize_patches is for other projects; the worker does not use it (`docs/decisions/0017`).
@@ -29,11 +32,13 @@ The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`. Fo
 follow the elements (`kv_rows`). One block is contiguous.
 """
 
+from vlm_kernels.attention_mass import attention_mass
 from vlm_kernels.attention_plan import AttentionPlan, plan_attention
 from vlm_kernels.dense_attention import dense_attention
 from vlm_kernels.gather_blocks import block_memory, gather_blocks, scatter_blocks
 from vlm_kernels.layer_norm import layer_norm
 from vlm_kernels.merge_tokens import merge_tokens
+from vlm_kernels.move_rows import move_rows
 from vlm_kernels.packed_linear import Activation, packed_linear
 from vlm_kernels.packed_weights import PackedWeights
 from vlm_kernels.paged_attention import paged_attention
@@ -53,11 +58,13 @@ __all__ = [
     "PackedWeights",
     "QuantisedWeights",
     "add_rms_norm",
+    "attention_mass",
     "block_memory",
     "dense_attention",
     "gather_blocks",
     "layer_norm",
     "merge_tokens",
+    "move_rows",
     "packed_linear",
     "paged_attention",
     "plan_attention",

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.kv_rows import MIXED, block_size_of
+from vlm_kernels.mixed_blocks import num_parts, split_entries
 from vlm_kernels.segments import seen_by
 
 Spans = Sequence[Sequence[tuple[int, int]]]
@@ -35,6 +36,8 @@ class Group:
         unwritten: positions after a sequence's end in the gathered `[2 * S * H * B * P]`. Their
             content is undefined, possibly NaN, so they are zeroed. None if there are none.
         mask: additive, broadcast over `[S * H, G, Q, num_kv]`; None if every position is visible.
+        entries: [2 * S * H * B] int64, the block table's entry of each piece; None if the cache has
+            blocks of one kind.
         causal: no mask is needed: the queries are the last positions, each sees those up to itself,
             and they are all positions.
     """
@@ -47,6 +50,7 @@ class Group:
     unwritten: torch.Tensor | None
     mask: torch.Tensor | None
     causal: bool
+    entries: np.ndarray | None = None
 
 
 class GroupLayout:
@@ -55,6 +59,8 @@ class GroupLayout:
     def __init__(self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
         self._num_layers, self._num_heads = kv_cache.shape[1], kv_cache.shape[3]
         self._block_size = block_size_of(kv_cache, head_dim)
+        self._num_parts = num_parts(kv_cache)
+        self._is_mixed = kv_cache.dtype in MIXED
         self._device, self._dtype = kv_cache.device, dtype
 
     def group(
@@ -72,6 +78,13 @@ class GroupLayout:
         num_blocks = -(-longest // self._block_size)
         used = np.arange(num_blocks) * self._block_size < num_kv[:, None]
         blocks = np.where(used, blocks[:, :num_blocks], 0).astype(np.int64)
+        entries = None
+        if self._is_mixed:
+            of_heads = np.broadcast_to(
+                blocks[None, :, None, :], (2, num_seqs, self._num_heads, num_blocks)
+            )
+            entries = of_heads.reshape(-1)
+            blocks, _, _ = split_entries(blocks, self._num_parts)
         mask, causal = self._mask(num_queries, num_kv, spans, window)
         return Group(
             tokens=self._tensor(tokens) if isinstance(tokens, np.ndarray) else tokens,
@@ -82,6 +95,7 @@ class GroupLayout:
             unwritten=self._unwritten(num_kv, num_blocks),
             mask=mask,
             causal=causal,
+            entries=entries,
         )
 
     def _pieces(self, blocks_SB: np.ndarray) -> torch.Tensor:

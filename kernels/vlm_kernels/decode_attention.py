@@ -21,6 +21,7 @@ import torch
 
 from vlm_kernels.cpu import native
 from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
+from vlm_kernels.mixed_blocks import num_entries
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types of q."""
@@ -99,7 +100,7 @@ def plan_decode(
         tokens: `[R]`, the index of each row's query among the packed tokens.
         num_kv: `[R]`, positions of each row's sequence, its own included.
         block_table: `[R, B]`; entries after a sequence's end are not read.
-        kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32, bfloat16 or int8, on the CPU.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous, of one of `NATIVE_TYPES`, on the CPU.
         head_dim: D.
         dtype: of q, float32 or bfloat16.
         window: positions that a row sees, its own included; None is all.
@@ -110,7 +111,8 @@ def plan_decode(
     check_cache(kv_cache)
     if dtype not in TYPES:
         raise ValueError(f"q {dtype}: not built")
-    num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
+    _, num_layers, _, num_kv_heads, _ = kv_cache.shape
+    num_blocks = num_entries(kv_cache)
     block_size, num_rows = block_size_of(kv_cache, head_dim), len(tokens)
     if tokens.shape != (num_rows,) or num_kv.shape != (num_rows,) or num_rows == 0:
         raise ValueError(f"tokens {tokens.shape} and num_kv {num_kv.shape}: one of each per row")

@@ -37,6 +37,7 @@ from vlm_kernels.layer_weights import (
     lay_out,
     output_of,
 )
+from vlm_kernels.mixed_blocks import num_entries
 from vlm_kernels.native_layers import Input, Kind, at, check_rows, check_tables, run_layers
 from vlm_kernels.store_kv import checked_slots
 
@@ -192,11 +193,11 @@ class DecoderLayers:
         num_tokens, head_dim = len(x_TD), self.heads.head_dim
         check_rows(x_TD, self._width)
         check_cache(kv_cache)
-        num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
+        _, num_layers, _, num_kv_heads, _ = kv_cache.shape
         fits = len(self._layers) <= num_layers and num_kv_heads == self.heads.num_kv_heads
         check(fits, f"the cache has {num_layers} layers of {num_kv_heads} heads")
         check(slots_T.shape == (num_tokens,), f"{tuple(slots_T.shape)} slots, {num_tokens} tokens")
-        checked_slots(slots_T, num_slots=num_blocks * block_size_of(kv_cache, head_dim))
+        checked_slots(slots_T, num_slots=num_entries(kv_cache) * block_size_of(kv_cache, head_dim))
         check(len(kinds) >= self._num_kinds, f"{len(kinds)} kinds, layers have {self._num_kinds}")
         for kind in kinds:
             check(not kind.plan.groups and kind.plan.tiles is None, "the plan is for torch or GPUs")

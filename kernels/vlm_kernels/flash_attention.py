@@ -25,6 +25,7 @@ import torch
 from vlm_kernels.cpu import native
 from vlm_kernels.decode_attention import check_cache
 from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
+from vlm_kernels.mixed_blocks import num_entries
 from vlm_kernels.segments import Segments
 
 SYMBOL = "triptych_flash_attention"
@@ -138,7 +139,7 @@ def flash_paged_attention(
     Args:
         segments: with a block table; entries after a segment's end are not read.
         q_THD: as above.
-        kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32, bfloat16 or int8.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous, of one of `NATIVE_TYPES`.
         layer: layer index in the cache.
         out_THD: as above.
         scale: as above.
@@ -177,7 +178,8 @@ def segments_of_blocks(
     Raises ValueError as above; `segments` and the cache must outlive the result.
     """
     check_cache(kv_cache)
-    num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
+    _, num_layers, _, num_kv_heads, _ = kv_cache.shape
+    num_blocks = num_entries(kv_cache)
     block_size, table = block_size_of(kv_cache, head_dim), segments.block_table
     if table is None or table.ndim != 2 or len(table) != len(segments.tokens):
         raise ValueError("block_table: must have a row per segment")

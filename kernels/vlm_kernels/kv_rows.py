@@ -2,6 +2,7 @@
 
     float32, bfloat16, float16    [P, D]                     values
     int8, float8_e4m3fn           [P, D] then [P] float32    value = element * scale of its row
+    int16, int32                  blocks of two kinds, one of them int8 (`mixed_blocks`)
 
 A row is one token's key, or value, of one head, and has one scale (KIVI, arXiv 2402.02750, finds
 one scale per token enough for 8 bits). A new token changes no existing scale. The scales follow
@@ -26,17 +27,25 @@ SCALE_BYTES = 4
 LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
 """Types of quantised rows, and their largest elements."""
 
-NATIVE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+MIXED = {torch.int16: torch.bfloat16, torch.int32: torch.float32}
+"""Words of a cache with blocks of two kinds, and the type of its wide rows (`mixed_blocks`)."""
+
+NATIVE_TYPES = {
+    torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3, torch.int32: 4,
+}  # fmt: skip
 """Cache types of the C++ kernels; the numbers are `KVType`'s in cpu/kv_types.h."""
 
 
 def slot_elements(dtype: torch.dtype, head_dim: int) -> int:
     """Elements of the cache's last axis per slot, scale included."""
-    return head_dim + SCALE_BYTES if dtype in LIMITS else head_dim
+    return head_dim + SCALE_BYTES if dtype in LIMITS or dtype in MIXED else head_dim
 
 
 def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
-    """Slots of a block. Raises ValueError if the last axis is not a multiple of a slot."""
+    """Slots of a block, or of an entry (`mixed_blocks`).
+
+    Raises ValueError if the last axis is not a multiple of a slot.
+    """
     size = slot_elements(kv_cache.dtype, head_dim)
     if head_dim < 1 or kv_cache.shape[-1] % size:
         raise ValueError(
@@ -47,6 +56,8 @@ def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
 
 def check_cache_type(kv_cache: torch.Tensor) -> None:
     """Raise ValueError if the GPU kernels do not support the cache's type."""
+    if kv_cache.dtype in MIXED:
+        raise ValueError("kv_cache: the GPU kernels do not read blocks of two kinds")
     if kv_cache.dtype not in LIMITS:
         gpu.check_floats("kv_cache", kv_cache)
 

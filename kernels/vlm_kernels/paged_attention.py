@@ -6,7 +6,8 @@ With a soft cap c, scores are `c * tanh(scale * q_t . k_j / c)` (Gemma 2, arXiv 
 
 Shapes: T packed query tokens, S sequences, H KV heads, G query heads per KV head, D head size,
 P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`; for int8, scales
-follow (`kv_rows`). The KV of the queries' own tokens is stored before.
+follow (`kv_rows`); of two kinds of blocks, a block table has entries of P slots (`mixed_blocks`).
+The KV of the queries' own tokens is stored before.
 
     plan = plan_attention(...)          once per step
     paged_attention(q, ..., plan)       once per layer. In C++, `decode_attention` computes decoding
@@ -29,7 +30,8 @@ from vlm_kernels.attention_plan import AttentionPlan
 from vlm_kernels.decode_attention import attend_decode
 from vlm_kernels.dense_attention import capped, dense_attention
 from vlm_kernels.flash_attention import flash_paged_attention
-from vlm_kernels.kv_rows import block_size_of, values_of
+from vlm_kernels.kv_rows import MIXED, block_size_of, values_of
+from vlm_kernels.mixed_blocks import num_parts, split_entries, values_of_entries
 from vlm_kernels.tiled_attention import attend_tiled
 
 
@@ -59,8 +61,8 @@ def paged_attention_reference(
                 for j in range(context_len + end - start)
                 if _sees(p, j, window, spans[s] if len(spans) else ())
             ]
-            blocks = values_of(
-                kv_cache[block_table[s, : seen[-1] // block_size + 1], layer], head_dim
+            blocks = _values(
+                kv_cache, layer, block_table[s, : seen[-1] // block_size + 1], head_dim
             )
             for h in range(num_heads):
                 of_head = blocks[:, :, h * num_kv_heads // num_heads].transpose(0, 1)
@@ -69,6 +71,17 @@ def paged_attention_reference(
                 weights = torch.softmax(scores, dim=0)
                 o_THD[t, h] = (weights @ v).to(o_THD.dtype)
     return o_THD
+
+
+def _values(kv_cache: torch.Tensor, layer: int, table: np.ndarray, head_dim: int) -> torch.Tensor:
+    """The values `[B, 2, H, P, D]` of the blocks, or entries, of one sequence."""
+    if kv_cache.dtype not in MIXED:
+        return values_of(kv_cache[table, layer], head_dim)
+    blocks, _, _ = split_entries(table, num_parts(kv_cache))
+    pieces = kv_cache[blocks, layer]
+    entries = np.repeat(table.astype(np.int64), pieces.shape[1] * pieces.shape[2])
+    values = values_of_entries(pieces.reshape(-1, pieces.shape[-1]), entries, head_dim)
+    return values.view(*pieces.shape[:3], -1, head_dim)
 
 
 def _sees(p: int, j: int, window: int | None, spans: Sequence[tuple[int, int]]) -> bool:
@@ -116,7 +129,11 @@ def paged_attention(
     pieces = kv_cache.view(-1, kv_cache.shape[-1])
     for group in plan.groups:
         rows = group.kv_pieces + layer * 2 * num_kv_heads
-        kv = values_of(pieces.index_select(0, rows), head_dim).reshape(-1, head_dim)
+        gathered = pieces.index_select(0, rows)
+        if group.entries is None:
+            kv = values_of(gathered, head_dim).reshape(-1, head_dim)
+        else:
+            kv = values_of_entries(gathered, group.entries, head_dim).view(-1, head_dim)
         if group.unwritten is not None:
             kv.index_fill_(0, group.unwritten, 0)
         kv = kv.view(2, group.num_seqs * num_kv_heads, -1, head_dim)[:, :, : group.num_kv]

@@ -2,8 +2,8 @@
 
 Shapes: T new tokens, H KV heads, D head size, N blocks, L layers, P slots per block.
 A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`; for int8,
-scales follow (`kv_rows`). On CPUs `cpu/store_kv.cpp` writes the rows, else numpy. The only
-computation is rounding to the cache's type.
+scales follow (`kv_rows`). If blocks have two kinds, slots are as in `mixed_blocks`. On CPUs
+`cpu/store_kv.cpp` writes the rows, else numpy. The only computation is rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vlm_kernels import gpu
 from vlm_kernels.cpu import native
 from vlm_kernels.kv_rows import (
     LIMITS,
+    MIXED,
     NATIVE_TYPES,
     block_size_of,
     check_cache_type,
@@ -27,6 +28,7 @@ from vlm_kernels.kv_rows import (
     quantise,
     split_pieces,
 )
+from vlm_kernels.mixed_blocks import num_entries, store_row
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types of k and v that the C++ kernel reads."""
@@ -45,6 +47,11 @@ def store_kv_reference(
     slots_T: torch.Tensor,
 ) -> None:
     """The definition: token by token, in place."""
+    if kv_cache.dtype in MIXED:
+        for token, slot in enumerate(slots_T.tolist()):
+            store_row(kv_cache, (layer, 0), slot, k_THD[token])
+            store_row(kv_cache, (layer, 1), slot, v_THD[token])
+        return
     rows, scale_bytes = split_pieces(kv_cache, k_THD.shape[-1])
     for token, slot in enumerate(slots_T.tolist()):
         block, offset = divmod(slot, rows.shape[-2])
@@ -87,8 +94,11 @@ def store_kv(
         launch(k_THD, v_THD, *layer_views(kv_cache, layer, head_dim), slots_T)
         return
     if kv_cache.device.type == "cpu":
-        slots = checked_slots(slots_T, num_slots=len(kv_cache) * block_size)
+        slots = checked_slots(slots_T, num_slots=num_entries(kv_cache) * block_size)
         if _native(k_THD, v_THD, kv_cache, layer, slots_T, block_size):
+            return
+        if kv_cache.dtype in MIXED:
+            store_kv_reference(k_THD, v_THD, kv_cache, layer, slots_T)
             return
         if kv_cache.dtype not in LIMITS:
             _by_numpy(k_THD, v_THD, kv_cache, layer, slots)

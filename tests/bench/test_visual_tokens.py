@@ -260,6 +260,18 @@ def test_each_lever_reduces_tokens_or_changes_numbers(worker: Worker, seen: list
     assert worker.decoder(LEVERS["kv"][0]) is not worker.runner
 
 
+def test_kv_of_one_modality_takes_memory_between_none_and_both(
+    worker: Worker, seen: list[Seen]
+) -> None:
+    both, *one_of_them = UNRECORDED["modality"]
+    least, *others = (worker.kv_bytes(setting, seen) for setting in (both, *one_of_them))
+    whole = worker.kv_bytes(Setting("modality", "auto"), seen)
+    assert least < min(others) <= max(others) < whole
+    for setting in (both, *one_of_them):
+        (tokens, *_) = greedy_tokens(worker.decoder(setting), worker.sequences(setting, seen))
+        assert tokens
+
+
 def test_weights_by_part_round_these_parts_of_encoder_and_decoder(
     worker: Worker, seen: list[Seen]
 ) -> None:

@@ -89,6 +89,26 @@ def test_all_workers_read_the_weights_of_the_model(weights: dict[str, str]):
             assert read.compute.weights == want
 
 
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        ("Auto", "auto"), ("BFloat16", "bfloat16"), ("Float32", "float32"), ("Int8", "int8"),
+        ("FP8", "fp8"), ("VisionInt8", "vision=int8"), ("TextInt8", "text=int8"),
+    ],
+)  # fmt: skip
+def test_workers_read_the_kv_type_of_the_model_and_no_other_set_exchanges_kv(kind: str, flag: str):
+    manifest = copy.deepcopy(body())
+    off = worker_arguments(manifest)
+    manifest["spec"]["model"]["kvCacheDtype"] = kind
+    for role, args in worker_arguments(manifest).items():
+        read = parse(args, {"POD_NAME": "p", "POD_UID": "u", "POD_IP": "127.0.0.1"})
+        compat = [arg for arg in args if arg.startswith("--compat=")]
+        assert (set(compat) <= set(off[role])) == (kind == "Auto")
+        if role != "gateway":
+            assert isinstance(read, WorkerSettings)
+            assert read.compute.kv_dtype == flag
+
+
 def test_all_workers_read_the_scales_of_the_model_and_other_scales_are_another_set():
     manifest, sets = copy.deepcopy(body()), []
     for sha256 in ("", "a" * 64, "b" * 64):
@@ -111,25 +131,30 @@ def test_all_workers_read_the_scales_of_the_model_and_other_scales_are_another_s
 @given(
     memory=st.sampled_from([{}, {"memory": "1Gi"}, {"memoryPercent": 80}]),
     shares=st.fixed_dictionaries(
-        {}, optional={"reservePercent": st.integers(0, 50), "visualPercent": st.integers(0, 100)}
+        {},
+        optional={
+            "reservePercent": st.integers(0, 50),
+            "visualPercent": st.integers(0, 100),
+            "pruneText": st.integers(1, 1000),
+        },
     ),
 )
 def test_a_worker_reads_the_kv_settings_of_its_pool(memory: Manifest, shares: Manifest):
     manifest = copy.deepcopy(body())
+    if "pruneText" in shares:
+        manifest["spec"]["pools"].pop("prefill", None)
     manifest["spec"]["pools"]["decode"]["kv"] = memory | shares
-    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
-    (args,) = (
-        item["spec"]["template"]["spec"]["containers"][0]["args"]
-        for item in found.plan.objects
-        if item["kind"] == "Deployment" and item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
-    )
-    read = parse(args, {})
+    found = worker_arguments(manifest)
+    read, gateway = parse(found["decode"], {}), parse(found["gateway"], {})
     assert isinstance(read, WorkerSettings)
+    assert isinstance(gateway, GatewaySettings)
     compute = read.compute
     assert compute.kv_memory_bytes == (1 << 30 if "memory" in memory else None)
     assert compute.kv_memory_percent == memory.get("memoryPercent")
     assert read.kv_reserve_percent == shares.get("reservePercent", 5)
     assert read.kv_visual_percent == shares.get("visualPercent", 100)
+    assert read.kv_prune_text == shares.get("pruneText", 0)
+    assert gateway.mark_history == ("pruneText" in shares)
 
 
 @pytest.mark.parametrize("stages", ["encoder", "encoder,prefill,decode"])

@@ -29,6 +29,7 @@ from vlm_operator.names import Role
 from vlm_worker import weights as weights_of_worker
 from vlm_worker.core.families import FAMILIES, Family, load_family
 from vlm_worker.core.families.family import LOW_DETAIL_PIXELS
+from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.engine.settings import MAX_ENCODE_TOKENS
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.model.memory import (
@@ -200,6 +201,26 @@ def test_rounded_weights_have_the_workers_bytes(both: Both, weights: str):
     )
     exact = sum(2 * p.numel() for p in set(both.module.parameters()))
     assert capacity.weights_bytes(both.facts, tuple(Role), weights) == exact - saved
+
+
+@pytest.mark.parametrize("modality", ["vision", "text"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_kv_of_one_modality_in_int8_has_the_workers_bytes_per_token(
+    both: Both, modality: str, dtype: str
+):
+    planned = capacity.mixed_kv_token_bytes(dataclasses.replace(both.facts, dtype=dtype))
+    text, wide = both.module.config.get_text_config(), getattr(torch, dtype)
+
+    def layout():
+        kind = f"{modality}=int8"
+        return make_kv_layout(text, "r", dtype=wide, kv_dtype=kind, block_size=16)
+
+    if planned is None:
+        with pytest.raises(ModelConfigError, match="not built beside float16"):
+            layout()
+        return
+    narrow, other = planned
+    assert (narrow * 16, other) == (layout().block_bytes, layout().token_bytes)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from vlm_kernels import paged_attention, plan_attention
-from vlm_kernels.kv_rows import quantise, slot_elements, split_pieces
+from vlm_kernels.kv_rows import MIXED, quantise, slot_elements, split_pieces
+from vlm_kernels.mixed_blocks import num_parts
 from vlm_kernels.paged_attention import paged_attention_reference
+from vlm_kernels.store_kv import store_kv_reference
 
 NUM_LAYERS = 2
 
@@ -91,7 +93,8 @@ def make_batch(
 ) -> Batch:
     """`lens` are (context, queries) of each sequence; the blocks are scattered in the cache.
 
-    `dtype` is the queries', and the cache's where `kv_dtype` is None.
+    `dtype` is the queries', and the cache's where `kv_dtype` is None. Of a cache of two kinds, the
+    kind of each block is random.
     """
     rng = torch.Generator().manual_seed(seed)
     totals = [context + queries for context, queries in lens]
@@ -100,6 +103,10 @@ def make_batch(
     shape = (sum(need) + 4, NUM_LAYERS, 2, num_kv_heads, block_size)
     kv_dtype = kv_dtype or dtype
     kv_cache = poisoned_cache(shape, head_dim, kv_dtype)
+    if kv_dtype in MIXED:
+        block_table = _fill_mixed(kv_cache, totals, order, block_size, head_dim, rng)
+        return _batch(lens, kv_cache, block_table, num_kv_heads * num_groups, head_dim, dtype, rng,
+                      spans, window)  # fmt: skip
     rows, scale_bytes = split_pieces(kv_cache, head_dim)
     block_table = np.zeros((len(lens), max(need) + 1), np.int32)
     for s, total in enumerate(totals):
@@ -113,9 +120,45 @@ def make_batch(
                 integers, scales = quantise(new, kv_dtype)
                 rows[(*at, slice(None))] = integers
                 scale_bytes[(*at, slice(None))] = scales[..., None].view(torch.int8)
+    return _batch(lens, kv_cache, block_table, num_kv_heads * num_groups, head_dim, dtype, rng,
+                  spans, window)  # fmt: skip
+
+
+def _fill_mixed(
+    kv_cache: torch.Tensor, totals: list[int], order: list[int], block_size: int, head_dim: int,
+    rng: torch.Generator,
+) -> np.ndarray:  # fmt: skip
+    """Fill blocks of random kinds; returns the table of their entries."""
+    parts = num_parts(kv_cache)
+    table = np.zeros((len(totals), -(-max(totals) // block_size) + 1), np.int32)
+    for s, total in enumerate(totals):
+        entries: list[int] = []
+        while len(entries) * block_size < total:
+            first = order.pop() * 2 * parts
+            if torch.rand((), generator=rng) < 0.5:
+                entries += range(first + parts, first + 2 * parts)
+            else:
+                entries.append(first)
+        need = -(-total // block_size)
+        table[s, :need] = entries[:need]
+        slots = np.arange(total)
+        slots = table[s, slots // block_size] * block_size + slots % block_size
+        num_heads = kv_cache.shape[3]
+        for layer in range(NUM_LAYERS):
+            k, v = torch.randn(2, total, num_heads, head_dim, generator=rng)
+            store_kv_reference(k, v, kv_cache, layer, torch.from_numpy(slots.astype(np.int64)))
+    return table
+
+
+def _batch(
+    lens: list[tuple[int, int]], kv_cache: torch.Tensor, block_table: np.ndarray, num_heads: int,
+    head_dim: int, dtype: torch.dtype, rng: torch.Generator,
+    spans: tuple[tuple[tuple[int, int], ...], ...], window: int | None,
+) -> Batch:  # fmt: skip
+    """The step over a filled cache, with random queries."""
     queries = [queries for _, queries in lens]
     return Batch(
-        q=torch.randn(sum(queries), num_kv_heads * num_groups, head_dim, generator=rng).to(dtype),
+        q=torch.randn(sum(queries), num_heads, head_dim, generator=rng).to(dtype),
         kv_cache=kv_cache,
         query_start=np.cumsum([0, *queries]).astype(np.int32),
         context_lens=np.array([context for context, _ in lens], np.int32),
@@ -135,4 +178,4 @@ def poisoned_cache(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype) ->
 
 def poison(dtype: torch.dtype) -> float:
     """The value that reads as NaN in each type; four bytes of -1 are a scale of NaN."""
-    return -1 if dtype == torch.int8 else float("nan")
+    return float("nan") if dtype.is_floating_point else -1

@@ -13,7 +13,7 @@ from kernels.guards import GUARD, bf16
 
 from vlm_kernels import Activation, AttentionPlan, plan_attention
 from vlm_kernels.decoder_layers import DecoderLayers, LayerKind
-from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
 from vlm_kernels.layer_weights import Heads, LayerWeights, Linear, Norm, Tail
 from vlm_kernels.layers_reference import decoder_layers_reference, logits_reference
 from vlm_kernels.native_layers import has_layers
@@ -55,7 +55,7 @@ FORMS = st.builds(
     has_more_norms=st.booleans(),
     int8=st.booleans(),
     is_calibrated=st.booleans(),
-    kv_dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.int8]),
+    kv_dtype=st.sampled_from(list(NATIVE_TYPES)),
     window=st.sampled_from([None, 3]),
     has_float_tables=st.booleans(),
 )

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vlm_worker.core.pruning import kept_tokens, observed_rows
 from vlm_worker.core.step_values import LogitEdits
 from vlm_worker.testing import (
     IMAGE_TOKEN,
     UNWRITTEN,
     PlacedRows,
+    checksum_mass,
     edits_bytes,
     embed,
     encoded,
@@ -69,8 +71,9 @@ def answer_alone(
     ] = plain_positions,
     max_model_len: int = 2**31,
     eos_token_ids: Sequence[int] = (),
+    kept_permille: int = 0,
 ) -> list[int]:
-    """The whole answer to a request, delivered tokens included."""
+    """The whole answer to a request, delivered tokens included; 0 permille prunes nothing."""
     known, delta = positions(request.token_ids, request.items)
     contents = np.array(request.token_ids, np.int64)
     contents[contents == IMAGE_TOKEN] = UNWRITTEN
@@ -81,10 +84,19 @@ def answer_alone(
             known[1:3, item.offset : item.end] += rows.places.T
     values = list(slot_values(contents, known))
     answer = list(request.token_ids[request.num_prompt_tokens :])
+    kept = None
+    if kept_permille:
+        rows, num_prompt = observed_rows(request), request.num_prompt_tokens
+        observed = contents[rows.start : rows.stop], known[:, rows.start : rows.stop]
+        mass = checksum_mass(np.array(values[:num_prompt]), *observed)
+        kept = kept_tokens(request, mass, kept_permille).tolist()
     sampling = request.sampling
     edits = LogitEdits.of(sampling)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     while True:
+        if kept is not None and answer:  # the first token is chosen before
+            values = [values[index] for index in kept] + values[request.num_prompt_tokens :]
+            kept = None
         known_ids = np.array([*request.token_ids[: request.num_prompt_tokens], *answer])
         edited = b"" if edits is None else edits_bytes(edits, known_ids, request.num_prompt_tokens)
         token = next_token(

@@ -25,6 +25,7 @@ from vlm_worker.types import (
     EmbedLayout,
     ImageItem,
     KVLayout,
+    Narrow,
     PreparedImage,
     TokenLogprobs,
 )
@@ -33,6 +34,7 @@ from vlm_worker.wire.buffers import HostRegions, Regions
 VOCABULARY = 997
 IMAGE_TOKEN = 7
 UNWRITTEN = -1
+NARROW_FORM = 0x5A5A5A5A
 
 _AXES = np.array([[0x9E3779B1], [0x85EBCA77], [0xC2B2AE3D]], np.int64)
 
@@ -53,6 +55,8 @@ class Faults:
         export_error: error of every copy of an embedding from the device.
         unranked: next reductions whose embedding cannot tell which tokens to keep.
         reduce_error: error of every reduction of an embedding.
+        observe_error: error of every call that sums attention.
+        move_error: error of every copy of rows within the KV cache.
     """
 
     step_seconds: float = 0.0
@@ -67,10 +71,15 @@ class Faults:
     export_error: Exception | None = None
     unranked: int = 0
     reduce_error: Exception | None = None
+    observe_error: Exception | None = None
+    move_error: Exception | None = None
 
 
 class ChecksumRunner:
     """Runs batches on a KV cache of numbers: one int64 per slot, block-major, in real memory.
+
+    With `narrow`, blocks have two kinds, and a narrow block's numbers are stored in another form: a
+    block that is read as the other kind changes the answer, and a mixed cache changes none.
 
     Attributes:
         faults: the injected faults.
@@ -82,7 +91,14 @@ class ChecksumRunner:
         script: the tokens of every answer, instead of checksums; the last one is repeated.
     """
 
-    def __init__(self, num_blocks: int = 65, *, block_size: int = 4, has_kv: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 65,
+        *,
+        block_size: int = 4,
+        has_kv: bool = True,
+        narrow: Narrow | None = None,
+    ) -> None:
         self.faults = Faults()
         self.gate = threading.Event()
         self.gate.set()
@@ -93,9 +109,9 @@ class ChecksumRunner:
         self.script: Sequence[int] = ()
         self.windows: WindowCache | None = None
         self._never = threading.Event()
-        self._layout = KVLayout("checksum", 1, 1, 1, block_size, "float32")
+        self._layout = KVLayout("checksum", 1, 1, 1, block_size, "float32", narrow=narrow)
         self._has_kv = has_kv
-        self._kv = np.full((num_blocks, block_size), UNWRITTEN, np.int64)
+        self._kv = np.full((num_blocks, self._layout.block_bytes // 8), UNWRITTEN, np.int64)
 
     @property
     def kv_layout(self) -> KVLayout | None:
@@ -126,7 +142,8 @@ class ChecksumRunner:
         for rows in inputs.image_rows:
             values = rows.embedding[rows.src_start : rows.src_start + rows.num_rows]
             contents[rows.dst_start : rows.dst_start + rows.num_rows] = values
-        self._kv.reshape(-1)[inputs.slot_mapping] = slot_values(contents, inputs.positions)
+        places, form = self._places(inputs.slot_mapping)
+        self._kv.reshape(-1)[places] = slot_values(contents, inputs.positions) ^ form
         ends = inputs.query_start[1:] - 1
         sampled = np.searchsorted(ends, inputs.sample_rows)
         return self.choose([self._context(inputs, int(s)) for s in sampled], inputs.sampling)
@@ -234,6 +251,25 @@ class ChecksumRunner:
         blocks = np.frombuffer(bytes(data), np.int64).reshape(len(block_ids), -1)
         self._kv[list(block_ids)] = blocks
 
+    @property
+    def pruning_problem(self) -> str | None:
+        return None
+
+    def attention_mass(self, inputs: StepInputs) -> np.ndarray:
+        """A number per token of the one sequence, from its content and all new tokens."""
+        if self.faults.observe_error is not None:
+            raise self.faults.observe_error
+        num_tokens = int(inputs.context_lens[0]) + len(inputs.token_ids)
+        context = self._kv[inputs.block_table[0]].reshape(-1)[:num_tokens]
+        return checksum_mass(context, inputs.token_ids, inputs.positions)
+
+    def move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        if self.faults.move_error is not None:
+            raise self.faults.move_error
+        slots = self._kv.reshape(-1)
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            slots[target] = slots[source]
+
     def embedding_bytes(self, embedding: np.ndarray) -> int:
         has_places = isinstance(embedding, PlacedRows)
         return embedding.nbytes + (PLACE_BYTES * len(embedding) if has_places else 0)
@@ -250,8 +286,22 @@ class ChecksumRunner:
         if poison is not None and poison in inputs.token_ids[start:end]:
             return None
         length = int(inputs.context_lens[s]) + end - start
-        context: np.ndarray = self._kv[inputs.block_table[s]].reshape(-1)[:length]
+        size = self._layout.block_size
+        first = inputs.block_table[s].astype(np.int64) * size
+        slots = (first[:, None] + np.arange(size)).reshape(-1)[:length]
+        places, form = self._places(slots)
+        context: np.ndarray = self._kv.reshape(-1)[places] ^ form
         return context
+
+    def _places(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the numbers of slots are in the memory, and what their form is XORed with."""
+        layout, width = self._layout, self._kv.shape[1]
+        if layout.narrow is None:
+            return slots, np.zeros_like(slots)
+        kind, place = np.divmod(slots, layout.num_parts * layout.block_size)
+        block, is_narrow = np.divmod(kind, 2)
+        assert (is_narrow | (place < layout.block_size)).all(), "a wide block has one part"
+        return block * width + place, np.where(is_narrow, NARROW_FORM, 0)
 
     def _wait(self, seconds: float) -> None:
         self.gate.wait()
@@ -288,6 +338,16 @@ def slot_values(contents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     axes = _AXES[: len(positions)]
     values: np.ndarray = contents.astype(np.int64) * 1_000_003 + (positions * axes).sum(axis=0)
     return values
+
+
+def checksum_mass(context: np.ndarray, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The attention that `ChecksumRunner` gives: float32 [T], equal for some tokens.
+
+    `context` is int64 [T], `token_ids` and `positions` are those of the observed rows.
+    """
+    seed = zlib.crc32(token_ids.astype(np.int64).tobytes() + positions.astype(np.int64).tobytes())
+    mass: np.ndarray = ((context ^ seed) * 0x9E3779B1 >> 7 & 0x3F).astype(np.float32)
+    return mass
 
 
 def next_token(

@@ -181,7 +181,8 @@ class Request:
     earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
     bytes) separates tenants in the prefix cache. `adapter` (a digest, empty for the base model)
     identifies the weights that made the KV; nothing loads adapters yet, and no message has this
-    field. A larger `priority` runs first.
+    field. A larger `priority` runs first. The first `num_history_tokens` precede the last user
+    turn; 0 if that is unknown, and the sequence is not pruned (`core.pruning`).
     """
 
     key: Annotated[RequestKey, an.Flat()]
@@ -192,11 +193,19 @@ class Request:
     cache_salt: Annotated[bytes, an.num_bytes(0, 32)] = b""
     adapter: Annotated[bytes, an.NotSent()] = b""
     priority: Annotated[int, Between(-an.MAX_PRIORITY, an.MAX_PRIORITY)] = 0
+    num_history_tokens: Annotated[int, Between(0, an.MAX_TOKENS)] = 0
 
     @property
     def num_delivered_tokens(self) -> int:
         """Tokens of the answer that the client has; also the index of the next one."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+
+class Narrow(enum.StrEnum):
+    """The modality whose KV is stored in int8, beside the other in the wide type."""
+
+    VISION = "vision"
+    TEXT = "text"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,6 +216,9 @@ class KVLayout:
     block is contiguous. `inner` names the order inside the last axis (`slot-major`:
     `[block_size, head_dim]`; for int8 and float8, one float32 scale per slot follows). It never
     names a device, because prefill and decode may run on different kinds.
+
+    With `narrow`, tokens of this modality are stored in int8, in blocks with the same bytes as the
+    wide ones of `block_size` tokens (`core.block_kinds`, `vlm_kernels.mixed_blocks`).
     """
 
     model_revision: str
@@ -216,10 +228,21 @@ class KVLayout:
     block_size: int
     dtype: str
     inner: str = "slot-major"
+    narrow: Narrow | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """The tokens of a narrow block, divided by those of a wide one."""
+        return ITEMSIZE[self.dtype] if self.narrow else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key, or value, of one head, including its scale."""
+        """Bytes of one token's key, or value, of one head, including its scale.
+
+        With `narrow`, those of a wide block's token: all blocks have the same bytes.
+        """
+        if self.narrow:
+            return (self.head_dim + SCALE_BYTES["int8"]) * self.num_parts
         return self.head_dim * ITEMSIZE[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
 
     @property
@@ -228,7 +251,7 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token, all layers."""
+        """KV bytes of one token, all layers; with `narrow`, of a token in a wide block."""
         return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
@@ -268,7 +291,8 @@ SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # after the elements of a row of 
 
 
 def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
-    fields = [tag, *(f"{k}={v}" for k, v in dataclasses.asdict(layout).items())]
+    values = {k: v for k, v in dataclasses.asdict(layout).items() if v is not None}
+    fields = [tag, *(f"{k}={v}" for k, v in values.items())]
     framed = b"".join(len(f.encode()).to_bytes(4, "little") + f.encode() for f in fields)
     return hashlib.sha256(framed).digest()[:16]
 

@@ -74,14 +74,14 @@ struct Queries {
 };
 
 // The positions [begin, end) of one row and KV head.
-template <class Products, class Q>
+template <class Products, class Q, class Found>
 void add_part(const Step& step, const Layer& layer, int64_t row, int64_t head, int64_t begin,
               int64_t end, const Queries<Products, Q>& queries, Sums sums) {
   using KV = typename Products::KV;
   std::fill(sums.weighted, sums.total, 0.f);
   std::fill(sums.total, sums.maximum, 0.f);
   std::fill(sums.maximum, sums.maximum + step.num_groups, NOTHING);
-  const Rows<KV> rows(step, row, head, layer.layer);
+  Found rows(step, row, head, layer.layer);
   const Way way{step.head_dim, rows.behind(), layer.scale, layer.softcap};
   Tile<KV> tiles[2];
   rows.find(begin, std::min(begin + TILE, end), &tiles[0]);
@@ -123,7 +123,7 @@ void finish(const Step& step, const Layer& layer, int64_t row, int64_t head, flo
   }
 }
 
-template <class Q, class Products>
+template <class Q, class Products, class Found = Rows<typename Products::KV>>
 void run(const Step& step, const Layer& layer, DecodeWork& work, Threads& threads) {
   const int64_t num_parts = static_cast<int64_t>(work.parts.size());
   float* const sums = work.sums.data();
@@ -135,7 +135,7 @@ void run(const Step& step, const Layer& layer, DecodeWork& work, Threads& thread
     queries.prepare(step, layer, of.row, head);
     const int64_t begin = first_seen(step, of.row) + of.part * PART;
     const int64_t end = std::min<int64_t>(begin + PART, step.num_kv[of.row]);
-    add_part<Products, Q>(step, layer, of.row, head, begin, end, queries,
+    add_part<Products, Q, Found>(step, layer, of.row, head, begin, end, queries,
                           sums_at(step, sums + i * sums_size(step)));
     std::atomic<int>& left = work.left[of.row * step.num_kv_heads + head];
     if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -160,6 +160,10 @@ void run_for(const Step& step, const Layer& layer, DecodeWork& work, Threads& th
   switch (step.kv_type) {
     case KV_FLOAT: return run<Q, FloatProducts<float>>(step, layer, work, threads);
     case KV_BFLOAT16: return run<Q, OfBfloat16>(step, layer, work, threads);
+    case KV_MIXED_FLOAT:
+      return run<Q, FloatProducts<float>, MixedRows<float>>(step, layer, work, threads);
+    case KV_MIXED_BFLOAT16:
+      return run<Q, OfBfloat16, MixedRows<Bfloat16>>(step, layer, work, threads);
     default: return run<Q, OfInt8>(step, layer, work, threads);
   }
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "kv_types.h"
 
@@ -88,6 +89,58 @@ class Rows {
   const int32_t* table_;
   int64_t block_size_, head_dim_, piece_, block_, behind_;
   const KV* base_;
+};
+
+// The same over blocks of two kinds. Rows are copied to memory of this thread, those of int8 as
+// values: one type of product then serves a tile of both.
+template <class Wide>
+class MixedRows {
+ public:
+  MixedRows(const Step& step, int64_t row, int64_t head, int64_t layer)
+      : table_(step.block_table + row * step.table_width),
+        block_size_(step.block_size),
+        head_dim_(step.head_dim),
+        piece_(MixedEntry<Wide>::piece_bytes(block_size_, head_dim_)),
+        block_(step.num_layers * 2 * step.num_kv_heads * piece_),
+        behind_(step.num_kv_heads * piece_),
+        base_(static_cast<const char*>(step.cache) +
+              (layer * 2 * step.num_kv_heads + head) * piece_),
+        copies_(memory()) {
+    copies_.resize(2 * 2 * TILE * head_dim_);  // keys and values of two tiles
+  }
+
+  int64_t behind() const { return TILE * head_dim_; }
+
+  // As `Rows::find`. The rows of a tile stay until the second call after it.
+  void find(int64_t begin, int64_t end, Tile<Wide>* tile) {
+    Wide* to = copies_.data() + turn_ * 2 * TILE * head_dim_;
+    turn_ ^= 1;
+    int64_t at = begin / block_size_, offset = begin % block_size_;
+    int i = 0;
+    for (int64_t left = end - begin; left > 0; at++, offset = 0) {
+      const MixedEntry<Wide> entry(table_[at]);
+      const char* piece = base_ + entry.block * block_;
+      const int64_t here = std::min(left, block_size_ - offset);
+      entry.read_rows(piece, offset, here, block_size_, head_dim_, to);
+      entry.read_rows(piece + behind_, offset, here, block_size_, head_dim_, to + behind());
+      for (int64_t j = 0; j < here; j++, to += head_dim_) tile->keys[i++] = to;
+      left -= here;
+    }
+    tile->count = i;
+    for (; i < TILE; i++) tile->keys[i] = tile->keys[i - 1];
+  }
+
+ private:
+  static std::vector<Wide>& memory() {
+    static thread_local std::vector<Wide> copies;
+    return copies;
+  }
+
+  const int32_t* table_;
+  int64_t block_size_, head_dim_, piece_, block_, behind_;
+  const char* base_;
+  std::vector<Wide>& copies_;
+  int turn_ = 0;
 };
 
 }  // namespace triptych

@@ -63,11 +63,41 @@ void tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
   }
 }
 
+// Into blocks of two kinds: each row as its block's kind says.
+template <class From, class Wide>
+void mixed_tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
+  const int64_t size = MixedEntry<Wide>::piece_bytes(t.block_size, t.head_dim);
+  StoreJob narrow = t;
+  narrow.block_size *= MixedEntry<Wide>::R;
+  for (int64_t token = begin; token < end; token++) {
+    const MixedEntry<Wide> entry(t.slots[token] / t.block_size);
+    const int64_t offset = t.slots[token] % t.block_size;
+    char* of_layer = static_cast<char*>(t.cache) +
+                     (entry.block * t.num_layers + t.layer) * 2 * t.num_kv_heads * size;
+    for (int kv = 0; kv < 2; kv++) {
+      const Strided& rows = kv == 0 ? t.keys : t.values;
+      const From* from = static_cast<const From*>(rows.at) + token * rows.token_stride;
+      for (int64_t h = 0; h < t.num_kv_heads; h++) {
+        char* piece = of_layer + (kv * t.num_kv_heads + h) * size;
+        const From* row = from + h * rows.head_stride;
+        if (entry.is_narrow) {
+          write_row(row, reinterpret_cast<int8_t*>(piece), entry.part * t.block_size + offset,
+                    narrow);
+        } else {
+          write_row(row, reinterpret_cast<Wide*>(piece), offset, t);
+        }
+      }
+    }
+  }
+}
+
 template <class From>
 void tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
   switch (t.cache_type) {
     case KV_FLOAT: return tokens_of<From, float>(t, begin, end);
     case KV_BFLOAT16: return tokens_of<From, Bfloat16>(t, begin, end);
+    case KV_MIXED_FLOAT: return mixed_tokens_of<From, float>(t, begin, end);
+    case KV_MIXED_BFLOAT16: return mixed_tokens_of<From, Bfloat16>(t, begin, end);
     default: return tokens_of<From, int8_t>(t, begin, end);
   }
 }

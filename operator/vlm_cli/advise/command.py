@@ -25,6 +25,7 @@ from vlm_operator.scrape import parse_stats
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MIN_ROUNDS = 2
+_QUANTISED_KV = ("Int8", "FP8", "VisionInt8", "TextInt8")
 
 
 async def advise(
@@ -82,7 +83,7 @@ def read_service(manifest: Manifest) -> Service:
         name=manifest["metadata"]["name"],
         replicas=replicas,
         price=price,
-        has_int8_kv=spec["model"].get("kvCacheDtype") in ("Int8", "FP8"),
+        has_int8_kv=spec["model"].get("kvCacheDtype") in _QUANTISED_KV,
         has_rounded_weights=_rounds_layers(spec["model"], arguments),
         ttft_goal=_seconds(slo, "ttftP95Milliseconds"),
         itl_goal=_seconds(slo, "itlP95Milliseconds"),

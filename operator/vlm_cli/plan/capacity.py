@@ -49,6 +49,18 @@ def kv_token_bytes(facts: ModelFacts, kv_dtype: str) -> int:
     return facts.num_layers * _kv_layer_bytes(facts, kv_dtype)
 
 
+def mixed_kv_token_bytes(facts: ModelFacts) -> tuple[int, int] | None:
+    """Return the KV bytes of a token in int8 and of another one, if one modality is in int8.
+
+    A block of the other type has the bytes of one in int8, scales included, and fewer tokens. None
+    if the worker has no such cache beside the dtype.
+    """
+    if facts.dtype not in ("bfloat16", "float32"):
+        return None
+    narrow = kv_token_bytes(facts, "int8")
+    return narrow, narrow * facts.item_bytes
+
+
 def kv_read_bytes(facts: ModelFacts, kv_dtype: str, num_tokens: float) -> float:
     """Return the KV bytes that one step reads for a sequence of `num_tokens` tokens."""
     num_full = facts.num_layers - facts.num_sliding_layers

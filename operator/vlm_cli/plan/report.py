@@ -140,10 +140,22 @@ def _kv_formula(facts: ModelFacts, kv_dtype: str) -> str:
 
 def _kv_types(facts: ModelFacts) -> Section:
     formula = "2 · layers · KV heads · (head size · bytes + 4 B scale of int8)"
-    rows: list[dict[str, Figure | str]] = []
+    found: list[tuple[str, int, int]] = []
     for kv_dtype in (facts.dtype, "int8"):
         token_bytes = capacity.kv_token_bytes(facts, kv_dtype)
-        rows.append({"KV dtype": kv_dtype, "KV per token": Figure(token_bytes, "B", formula)})
+        found.append((kv_dtype, token_bytes, token_bytes))
+    mixed = capacity.mixed_kv_token_bytes(facts)
+    if mixed is not None:
+        narrow, wide = mixed
+        found += [("vision=int8", narrow, wide), ("text=int8", wide, narrow)]
+    rows: list[dict[str, Figure | str]] = [
+        {
+            "KV dtype": kv_dtype,
+            "KV per visual token": Figure(visual, "B", formula),
+            "KV per text token": Figure(text, "B", formula),
+        }
+        for kv_dtype, visual, text in found
+    ]
     return TableSection("kvTypes", "KV by number type", rows)
 
 

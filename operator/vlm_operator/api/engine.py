@@ -13,7 +13,8 @@ OWNED_ARGS = (
     "--model", "--served-name", "--model-revision", "--model-cache", "--stages", "--bind",
     "--grpc-port", "--http-port", "--data-port", "--announced-data-port", "--admin-port",
     "--block-size", "--dtype", "--kv-dtype", "--kv-memory-bytes", "--kv-memory-percent",
-    "--kv-reserve-percent", "--kv-visual-percent", "--max-lent-requests", "--max-model-len",
+    "--kv-reserve-percent", "--kv-visual-percent", "--kv-prune-text", "--mark-history",
+    "--max-lent-requests", "--max-model-len",
     "--drain-timeout-seconds", "--compat", "--namespace", "--service", "--worker", "--config",
     "--api-keys-dir", "--tls-dir", "--identity-dir",
 )  # fmt: skip

@@ -15,13 +15,21 @@ class DType(enum.StrEnum):
 
 
 class KvDType(enum.StrEnum):
-    """Number type of the KV cache."""
+    """Number type of the KV cache; `VISION_INT8` and `TEXT_INT8` are of one modality."""
 
     AUTO = "Auto"
     BFLOAT16 = "BFloat16"
     FLOAT32 = "Float32"
     INT8 = "Int8"
     FP8 = "FP8"
+    VISION_INT8 = "VisionInt8"
+    TEXT_INT8 = "TextInt8"
+
+    @property
+    def flag(self) -> str:
+        """The value of the worker's `--kv-dtype`."""
+        part, has_part, _ = self.value.partition("Int8")
+        return f"{part.lower()}=int8" if part and has_part else self.value.lower()
 
 
 class WeightType(enum.StrEnum):

@@ -226,7 +226,8 @@ class ModelSource(Model):
     kv_cache_dtype: KvDType = field(
         KvDType.AUTO,
         "Number type of the KV cache; Auto is that of the activations. Int8 and FP8 keep a scale "
-        "per token and head; FP8 needs GPUs of compute capability 8.9 or later.",
+        "per token and head; FP8 needs GPUs of compute capability 8.9 or later. VisionInt8 and "
+        "TextInt8 store one modality in Int8, on CPUs.",
         example="BFloat16",
         restarts=Restarts.PODS,
     )

@@ -67,6 +67,14 @@ class KvCache(Model):
         ge=0,
         le=100,
     )
+    prune_text: int | None = field(
+        None,
+        "Share of the text of earlier turns that keeps its KV, in permille. Decode pool only.",
+        example=700,
+        unset="nothing is pruned",
+        ge=1,
+        le=1000,
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -270,6 +278,11 @@ def _lends(role: str) -> str:
     return f"(has(self.{role}.maxLentRequests) && self.{role}.maxLentRequests > 0)"
 
 
+def _prunes(role: str) -> str:
+    """Return CEL that is true if the pool of `role` prunes KV."""
+    return f"(has(self.{role}.kv) && has(self.{role}.kv.pruneText))"
+
+
 LENT_KV_PERCENT = 30
 """Maximum share for the KV of an encoder that lends: images keep the rest."""
 _LENT_KV = "self.encoder.kv.memoryPercent"
@@ -308,6 +321,24 @@ class Pools(Model):
             message=f"set encoder.kv.memoryPercent to 1 to {LENT_KV_PERCENT}, "
             "or remove maxLentRequests",
             at=".encoder.maxLentRequests",
+        ),
+        Rule(
+            name="prune-encoder",
+            holds=f"!has(self.encoder) || !{_prunes('encoder')}",
+            message="only a decode pool prunes: move pruneText there",
+            at=".encoder.kv.pruneText",
+        ),
+        Rule(
+            name="prune-handoff",
+            holds=f"!has(self.prefill) || !({_prunes('prefill')} || {_prunes('decode')})",
+            message="pruned KV is not handed over: remove pruneText or the prefill pool",
+            at=".decode.kv.pruneText",
+        ),
+        Rule(
+            name="prune-lent",
+            holds=f"!has(self.encoder) || !{_lends('encoder')} || !{_prunes('decode')}",
+            message="lent requests are not pruned: remove pruneText or encoder.maxLentRequests",
+            at=".decode.kv.pruneText",
         ),
         Rule(
             name="lent-prefill",

@@ -117,6 +117,9 @@ def arguments(service: VLMService, revision: Revision) -> list[str]:
     if service.spec.gateway.tls.secret_ref is not None:
         found.append(f"--tls-dir={TLS_PATH}")
     found += identity_mount(service, revision).args
+    kv = service.spec.pools.decode.kv
+    if kv is not None and kv.prune_text is not None:
+        found.append("--mark-history")
     if model.max_model_len is not None:
         found.append(f"--max-model-len={model.max_model_len}")
     return [*found, *_limit_arguments(service.spec.gateway)]

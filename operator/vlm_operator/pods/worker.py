@@ -101,7 +101,7 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
         f"--http-port={names.PORT_HTTP}",
         f"--block-size={settled.block_size}",
         f"--dtype={model.dtype.value.lower()}",
-        f"--kv-dtype={model.kv_cache_dtype.value.lower()}",
+        f"--kv-dtype={model.kv_cache_dtype.flag}",
         *_kv_arguments(pool.kv),
         *disk_mount(pool.encoder_cache).args,
         *_session_pin_arguments(pool.encoder_cache),
@@ -165,6 +165,8 @@ def _kv_arguments(kv: KvCache | None) -> list[str]:
         arguments.append(f"--kv-reserve-percent={kv.reserve_percent}")
     if kv.visual_percent is not None:
         arguments.append(f"--kv-visual-percent={kv.visual_percent}")
+    if kv.prune_text is not None:
+        arguments.append(f"--kv-prune-text={kv.prune_text}")
     return arguments
 
 

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from vlm_kernels import gpu
 from vlm_kernels.gpu import (
+    attention_mass,
     attention_step,
     gather_blocks,
     merge_tokens,
@@ -116,6 +117,12 @@ def receive(dtype: torch.dtype) -> None:
     )
 
 
+def observe(dtype: torch.dtype) -> None:
+    attention_mass.attention_mass(
+        ones(32, 28, 128), *views(dtype), torch.zeros(9, dtype=torch.int32), 100, scale=0.1
+    )
+
+
 def rotate(dtype: torch.dtype) -> None:
     q, k, table = ones(3, 28, 128), ones(3, 4, 128), ones(3, 128)
     slots = torch.zeros(3, dtype=torch.int64)
@@ -176,6 +183,9 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "varlen_attention float32": lambda: see(torch.float32),
     "received_attention": lambda: receive(BFLOAT16),
     "received_attention float32": lambda: receive(torch.float32),
+    "attention_mass": lambda: observe(BFLOAT16),
+    "attention_mass int8": lambda: observe(torch.int8),
+    "attention_mass float8": lambda: observe(torch.float8_e4m3fn),
     "resize_patches": cut,
     "merge_tokens": merge,
 }

@@ -56,6 +56,12 @@ def test_received_attention_compiles(name: str, capability: int) -> None:
     assert {line["kernel"] for line in found} == {"_logarithms", "_receive"}
 
 
+@pytest.mark.parametrize("name", ["attention_mass", "attention_mass int8"])
+def test_attention_mass_compiles(name: str) -> None:
+    found = compiled(name)
+    assert {line["kernel"] for line in found} == {"_logarithms", "_receive"}
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -46,6 +46,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "varlen_attention": lambda: vlm_kernels.varlen_attention(
         HEADS, HEADS, HEADS, torch.tensor([0, 2], dtype=torch.int32), scale=1
     ),
+    "attention_mass": lambda: vlm_kernels.attention_mass(
+        HEADS, CACHE, 0, np.array([1], np.int32), 2, scale=1
+    ),
     "received_attention": lambda: vlm_kernels.received_attention(
         HEADS, HEADS, torch.tensor([0, 2], dtype=torch.int32), scale=1
     ),

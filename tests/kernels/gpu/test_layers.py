@@ -47,6 +47,31 @@ def test_layers_with_norms_of_queries_stay_apart(tmp_path: Path, device: torch.d
     assert all(isinstance(layer, DecoderLayer) for layer in layers)
 
 
+def test_a_fused_decoder_observes_what_separate_layers_do_and_writes_nothing(
+    model_dir: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masses = []
+    for is_fused in (True, False):
+        with monkeypatch.context() as patch:
+            if not is_fused:
+                patch.setattr(gpu, "serves", lambda where: False)
+            runner = runner_of(model_dir, "float32", device if is_fused else torch.device("cpu"))
+            layers = runner._model.get_decoder().layers
+            assert isinstance(layers[0], FusedLayers) is is_fused
+            stepper = Stepper(runner)
+            question = Question("text", (), tuple(PROMPT), (), ())
+            sequence = stepper.start(question, (), max_tokens=1, embeddings=())
+            stepper.generate([sequence], max_tokens=1, chunk=64, eos=None)
+            before = runner._kv_cache.clone()
+            sequence.num_computed = 5
+            masses.append(runner.attention_mass(stepper.inputs([(sequence, 4)], [[]])))
+            assert torch.equal(runner._kv_cache.view(torch.uint8), before.view(torch.uint8))
+    np.testing.assert_allclose(masses[0], masses[1], rtol=1e-3, atol=1e-4)
+    config = runner._model.config.get_text_config()
+    num_weights = 4 * config.num_attention_heads * config.num_hidden_layers
+    assert masses[0].sum() == pytest.approx(num_weights, rel=1e-4)
+
+
 def runner_of(model_dir: Path, dtype: str, device: torch.device) -> ModelRunner:
     return build_runner(
         RunnerSettings(

@@ -202,6 +202,11 @@ def _pools(spec: Spec) -> Spec:
         found["encoder"] = _without("kv")(found["encoder"])
         if lent:
             found["encoder"] |= {"maxLentRequests": lent, "kv": {"memoryPercent": 30}}
+    if len(found) > 1:  # neither a prefill pool nor an encoder that lends goes with it
+        found = {
+            role: {**item, "kv": _without("pruneText")(item["kv"])} if "kv" in item else item
+            for role, item in found.items()
+        }
     encoding = next(role for role in ("encoder", "prefill", "decode") if role in found)
     return {
         role: item if role == encoding else _without("encoderCache")(item)

@@ -8,8 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 from worker.answers import answer_alone, folded_positions, make_image
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.persistent_batch import PersistentBatch
+from vlm_worker.core.pruning import kept_permille_of
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.step_inputs import BatchBuilder
@@ -94,12 +96,18 @@ class Simulation:
         max_pending_blocks: int | None = None,
         visual_percent: int = 100,
         settings: AdmissionSettings | None = None,
+        permille: int = 0,
+        kinds: BlockKinds | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE, visual_percent=visual_percent)
+        self.permille = permille
+        self.pool = BlockPool(
+            num_blocks, block_size=BLOCK_SIZE, kinds=kinds, visual_percent=visual_percent
+        )
         self.batch = PersistentBatch(
             max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
+            kinds=kinds,
             eos_token_ids=(EOS,),
         )
         self.scheduler = Scheduler(
@@ -116,7 +124,8 @@ class Simulation:
         self.builder = BatchBuilder(
             self.batch, max_num_batched_tokens=budget, whole_images=whole_images
         )
-        self.runner = ChecksumRunner(num_blocks, block_size=BLOCK_SIZE)
+        narrow = None if kinds is None else kinds.narrow
+        self.runner = ChecksumRunner(num_blocks, block_size=BLOCK_SIZE, narrow=narrow)
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self.answers: dict[str, list[int]] = {}
@@ -141,8 +150,9 @@ class Simulation:
             lane=lane,
             for_peer=for_peer,
             embeddings=[embed(image) for image in work.images],
+            kept_permille=kept_permille_of(request, self.permille, min_history=1),
         )
-        num_blocks = self.pool.blocks_for(sequence.num_tokens)
+        num_blocks = self.pool.kinds.of(sequence).num_blocks(sequence.num_tokens)
         if reserved and self.pool.reserve(
             num_blocks, keep=self.scheduler.admission.withheld_blocks
         ):
@@ -154,12 +164,13 @@ class Simulation:
     def step(self) -> bool:
         """One step; False where there was nothing to do."""
         self.now += self.step_seconds
+        has_pruned = self.prune()
         schedule = self.schedule()
         for sequence in schedule.admitted:
             self.cached[sequence.request.key.request_id] = sequence.num_cached_tokens
         plan = self.check_plan(schedule)
         if plan is None:
-            return bool(schedule.preempted)
+            return bool(schedule.preempted) or has_pruned
         sampled = self.runner.execute(self.builder.build(plan)).token_ids
         outcome = self.scheduler.update(plan, sampled)
         for sequence, token_id, index in zip(
@@ -173,6 +184,19 @@ class Simulation:
         self.held += outcome.held
         self.check_books()
         return True
+
+    def prune(self) -> bool:
+        """Prune what is ready to be, as the step loop does; False if there was nothing."""
+        ready = self.scheduler.sequences_to_prune()
+        for sequence in ready:
+            if sequence.row is None:
+                continue
+            mass = self.runner.attention_mass(self.scheduler.pruner.observed_inputs(sequence))
+            moves, _ = self.scheduler.prune(sequence, mass)
+            if moves is not None:
+                self.runner.move_rows(moves.sources, moves.targets)
+            self.check_books()
+        return bool(ready)
 
     def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule(now=self.now)
@@ -194,11 +218,14 @@ class Simulation:
             row = sequence.row
             assert row is not None
             assert sequence.status is Status.RUNNING
-            num_blocks = len(sequence.blocks)
-            assert self.batch.num_blocks[row] == num_blocks
-            assert self.batch.block_table[row, :num_blocks].tolist() == sequence.blocks
-            assert self.batch.num_computed[row] <= num_blocks * BLOCK_SIZE
-            assert not self.batch.block_table[row, num_blocks:].any()
+            shape = self.pool.kinds.of(sequence)
+            entries = list(shape.entries(sequence.blocks))
+            assert self.batch.num_entries[row] == len(entries)
+            assert self.batch.block_table[row, : len(entries)].tolist() == entries
+            assert len(entries) * BLOCK_SIZE == shape.num_tokens(len(sequence.blocks))
+            num_kept = self.batch.num_computed[row] - self.batch.num_dropped[row]
+            assert num_kept <= shape.num_tokens(len(sequence.blocks))
+            assert not self.batch.block_table[row, len(entries) :].any()
         self.check_columns()
 
     def check_columns(self) -> None:
@@ -246,15 +273,16 @@ def told(schedule: SchedulerOutput) -> object:
     )
 
 
-def alone(work: Work) -> list[int]:
+def alone(work: Work, *, permille: int = 0) -> list[int]:
     return answer_alone(
         work.request,
         work.images,
         positions=folded_positions,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(EOS,),
+        kept_permille=kept_permille_of(work.request, permille, min_history=1),
     )
 
 
-def expected(todo: list[Work]) -> dict[str, list[int]]:
-    return {work.request.key.request_id: alone(work) for work in todo}
+def expected(todo: list[Work], *, permille: int = 0) -> dict[str, list[int]]:
+    return {work.request.key.request_id: alone(work, permille=permille) for work in todo}

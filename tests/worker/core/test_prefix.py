@@ -8,10 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.kv_cache import PrefixCounts, extend_hash_chain, num_visual_tokens
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 SIZE = 4
+SHAPE = BlockKinds(SIZE).of_text
 
 
 def chain(
@@ -32,7 +34,7 @@ def chain(
         adapter=adapter,
     )
     array = np.array(token_ids, np.int32)
-    extend_hash_chain(hashes, array, request, block_size=SIZE, num_tokens=len(token_ids))
+    extend_hash_chain(hashes, array, request, shape=SHAPE, num_tokens=len(token_ids))
     return hashes
 
 
@@ -61,7 +63,7 @@ def test_a_chain_made_in_two_parts_is_the_same(token_ids: list[int], cut: int) -
     array = np.array(token_ids, np.int32)
     request = Request(RequestKey("r", 0), tuple(token_ids), len(token_ids), SamplingParams(1))
     for end in (min(cut, len(token_ids)), len(token_ids)):
-        extend_hash_chain(hashes, array, request, block_size=SIZE, num_tokens=end)
+        extend_hash_chain(hashes, array, request, shape=SHAPE, num_tokens=end)
     assert hashes == chain(token_ids)
 
 

@@ -51,6 +51,7 @@ def item(offset: int, num_tokens: int) -> ImageItem:
     [
         pytest.param({"token_ids": (), "num_prompt_tokens": 0}, "num_prompt_tokens", id="empty"),
         pytest.param({"num_prompt_tokens": 7}, "num_prompt_tokens", id="prompt beyond the tokens"),
+        pytest.param({"num_history_tokens": 7}, "num_history_tokens", id="history beyond it"),
         pytest.param({"token_ids": (1, 7, 7, 7, -2, 5)}, "token_ids", id="negative token"),
         pytest.param({"token_ids": (1, 7, 7, 7, 2**31, 5)}, "token_ids", id="huge token"),
         pytest.param({"sampling": SamplingParams(max_tokens=1)}, "max_tokens", id="all delivered"),

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from worker.answers import make_image
 from worker.core.simulation import BLOCK_SIZE, Simulation, Work, expected, works
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.kv_cache import BlockPool, extend_hash_chain, is_visual_block
 from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
@@ -190,7 +191,7 @@ def test_a_block_is_visual_if_its_hash_depends_on_the_image(
             found,
             np.array(token_ids, np.int32),
             request,
-            block_size=BLOCK_SIZE,
+            shape=BlockKinds(BLOCK_SIZE).of_text,
             num_tokens=len(token_ids),
         )
         items.append((item,))

@@ -83,6 +83,7 @@ async def started(
     trace_ratio: float = 0.0,
     max_lent: int = 0,
     session_pin_seconds: int = 0,
+    kv_prune_text: int = 0,
     **delays: float,
 ) -> AsyncIterator[Worker]:
     """A worker that is ready."""
@@ -102,6 +103,7 @@ async def started(
         trace_ratio=trace_ratio,
         max_lent_requests=max_lent,
         encoder_cache=EncoderCacheSettings(session_pin_seconds=session_pin_seconds),
+        kv_prune_text=kv_prune_text,
     )
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with worker(settings, stopping=never) as server:
@@ -177,6 +179,7 @@ async def stack(
     runner: str = "checksum",
     trace_ratio: float = 0.0,
     session_pin_seconds: int = 0,
+    kv_prune_text: int = 0,
     **changes: object,
 ) -> AsyncIterator[Stack]:
     """A gateway before workers of these roles and stages; all torn down in the end.
@@ -193,6 +196,7 @@ async def stack(
                         runner=runner,
                         trace_ratio=trace_ratio,
                         session_pin_seconds=session_pin_seconds,
+                        kv_prune_text=kv_prune_text,
                         **(worker_delays or {}),
                     )
                 )

@@ -12,6 +12,7 @@ from typing import Any, Self
 from worker.identity.law import Law, request_for
 from worker.identity.questions import Question
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
@@ -87,10 +88,10 @@ class Stages:
 
     def __init__(
         self, encoder: Engine, prefill: Engine, decode: Engine, *, block_size: int,
-        max_tokens: int, ignore_eos: bool = False,
+        max_tokens: int, ignore_eos: bool = False, kinds: BlockKinds | None = None,
     ) -> None:  # fmt: skip
         self._encoder, self._prefill, self._decode = encoder, prefill, decode
-        self._block_size = block_size
+        self._kinds = kinds or BlockKinds(block_size)
         self._max_tokens, self._ignore_eos = max_tokens, ignore_eos
         self.num_continued = 0
 
@@ -143,7 +144,8 @@ class Stages:
         if not apart or ended or num_tokens == self._max_tokens:
             return first, False
         start = (await self._decode.receive(request)).first_block
-        end = -(-len(request.token_ids) // self._block_size)
+        shape = self._kinds.of_items(request.items)
+        end = shape.num_blocks(len(request.token_ids))
         if start < end:
             blocks = await asyncio.to_thread(
                 self._prefill.readable_blocks.copy, request.key, start, end - start

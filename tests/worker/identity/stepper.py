@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from worker.identity.questions import Question
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
 from vlm_worker.model.runner import ModelRunner
 
 
 @dataclasses.dataclass(eq=False)
 class StepSequence:
-    """A prompt and what follows it; `blocks` are its KV blocks, enough for `capacity` tokens."""
+    """A prompt and what follows it; `blocks` are its entries of the block table."""
 
     token_ids: list[int]
     positions: np.ndarray
@@ -45,6 +46,7 @@ class Stepper:
     def __init__(self, runner: ModelRunner, *, seed: int = 0) -> None:
         assert runner.kv_layout is not None
         self._runner, self._block_size = runner, runner.kv_layout.block_size
+        self._kinds = BlockKinds.of_layout(runner.kv_layout)
         self.bidirectional = runner.family.spec.bidirectional_spans
         order = np.random.default_rng(seed).permutation(np.arange(1, runner.num_blocks))
         self._free = order.astype(np.int32).tolist()
@@ -64,14 +66,15 @@ class Stepper:
         assert not errors, errors
         positions, delta = self._runner.family.positions(question.token_ids, question.items)
         capacity = len(question.token_ids) + max_tokens
-        blocks = [self._free.pop() for _ in range(-(-capacity // self._block_size))]
+        shape = self._kinds.of_items(question.items)
+        blocks = [self._free.pop() for _ in range(shape.num_blocks(capacity))]
         return StepSequence(
             token_ids=[*question.token_ids, *delivered],
             positions=positions,
             delta=delta,
             items=question.items,
             embeddings=list(embeddings),
-            blocks=np.array(blocks, np.int32),
+            blocks=np.array(shape.entries(blocks), np.int32),
             num_prompt=len(question.token_ids),
         )
 

@@ -78,7 +78,7 @@ def _logits(model_dir: Path, asked: list[Question], **options: Any) -> np.ndarra
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "vision=int8", "text=int8"])
 def test_the_native_decoder_gives_what_transformers_loop_over_the_layers_gives(
     model_dir: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,13 @@ from worker.identity.stepper import Stepper
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.build import RunnerSettings, build_runner
-from vlm_worker.model.memory import available_bytes, make_kv_cache, num_kv_blocks
+from vlm_worker.model.memory import (
+    available_bytes,
+    check_kv_device,
+    make_kv_cache,
+    make_kv_layout,
+    num_kv_blocks,
+)
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import KVLayout, Stage
 
@@ -227,12 +234,32 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
         pytest.param(
             {"kv_dtype": "fp8", "device": "cpu"}, "--kv-dtype=fp8 needs a GPU", id="kv in fp8"
         ),
+        pytest.param(
+            {"kv_dtype": "text=int8", "dtype": "float32", "block_size": 6},
+            "--block-size=6: with --kv-dtype=text=int8 and float32, it must be a multiple of 4",
+            id="narrow block size",
+        ),
         pytest.param({"block_size": 0}, "--block-size=0: must be at least 1", id="block size"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         build_runner(dataclasses.replace(SETTINGS, **change))
+
+
+def test_wide_rows_without_a_kernel_are_refused() -> None:
+    text = SimpleNamespace(
+        num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=1, hidden_size=8
+    )
+    with pytest.raises(ModelConfigError, match="not built beside float16"):
+        make_kv_layout(text, "r", dtype=torch.float16, kv_dtype="vision=int8", block_size=4)
+
+
+@pytest.mark.parametrize("kv_dtype", ["vision=int8", "text=int8"])
+def test_a_gpu_refuses_blocks_of_two_kinds(kv_dtype: str) -> None:
+    check_kv_device(kv_dtype, torch.device("cpu"))
+    with pytest.raises(ModelConfigError, match="do not read blocks of two kinds; choose int8"):
+        check_kv_device(kv_dtype, torch.device("cuda"))
 
 
 def test_memory_that_is_only_read_touches_no_state_of_the_steps(runner: ModelRunner) -> None:

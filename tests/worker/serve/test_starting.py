@@ -40,6 +40,23 @@ async def test_bounds_that_contradict_each_other_end_the_start_naming_flags(
             pass
 
 
+async def test_a_model_with_sliding_windows_does_not_start_with_pruning(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "gemma3", "gemma3")
+    settings = parse(
+        [
+            "decode", f"--model={model}", "--served-name=tiny", "--stages=encoder,prefill,decode",
+            "--bind=127.0.0.1", "--grpc-port=0", "--http-port=0", "--data-port=0", "--device=cpu",
+            "--max-model-len=512", "--kv-prune-text=700",
+        ],
+        {},
+    )  # fmt: skip
+    assert isinstance(settings, WorkerSettings)
+    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with pytest.raises(ModelConfigError, match=r"--kv-prune-text=700: .* sliding window"):
+        async with worker(settings, stopping=stopping):
+            pass
+
+
 async def test_progress_of_the_model_is_shown_before_the_first_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

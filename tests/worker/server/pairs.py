@@ -16,7 +16,7 @@ from worker.server.serving import Serving, serving
 from vlm_worker.roles.context import CallTimer
 from vlm_worker.roles.encode import EncoderRole
 from vlm_worker.testing import IMAGE_TOKEN
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
+from vlm_worker.types import ImageItem, Narrow, Request, RequestKey, SamplingParams, Source
 from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
@@ -51,13 +51,13 @@ class Pair:
     prefill: Serving
     decode: Serving
 
-    async def answer(self, request: Request) -> list[int]:
+    async def answer(self, request: Request, *sources: Source) -> list[int]:
         call = ReserveCall(request.key, len(request.token_ids) + 1)
         reservation = await self.decode.client.reserve(call)
         tokens: dict[int, int] = {}
         accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._prefill(request, accepted, tokens))
+            group.create_task(self._prefill(request, sources, accepted, tokens))
             kv = self.source(await accepted)
             decoding = DecodeCall(request, reservation.reservation_id, kv, reservation.boot_id)
             async with aclosing(self.decode.client.decode(decoding, timeout=TIMEOUT)) as replies:
@@ -70,9 +70,13 @@ class Pair:
         return [tokens[index] for index in range(first, first + len(tokens))]
 
     async def _prefill(
-        self, request: Request, accepted: asyncio.Future[Accepted], tokens: dict[int, int]
+        self,
+        request: Request,
+        sources: tuple[Source, ...],
+        accepted: asyncio.Future[Accepted],
+        tokens: dict[int, int],
     ) -> None:
-        call = PrefillCall(request, f"{request.key.request_id}.kv", ())
+        call = PrefillCall(request, f"{request.key.request_id}.kv", sources)
         async with aclosing(self.prefill.client.prefill(call, timeout=TIMEOUT)) as replies:
             async for reply in replies:
                 if isinstance(reply.event, Accepted):
@@ -94,8 +98,11 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(*flags: str) -> AsyncIterator[Pair]:
-    async with serving("prefill", TENTH, *flags) as p, serving("decode", TENTH, *flags) as d:
+async def pair(*flags: str, narrow: Narrow | None = None) -> AsyncIterator[Pair]:
+    async with (
+        serving("prefill", TENTH, *flags, narrow=narrow) as p,
+        serving("decode", TENTH, *flags, narrow=narrow) as d,
+    ):
         yield Pair(p, d)
 
 

@@ -20,7 +20,7 @@ from vlm_worker.server.state import ModelFacts
 from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.testing import ChecksumRunner, plain_positions
-from vlm_worker.types import Request, RequestKey, SamplingParams, Stage
+from vlm_worker.types import Narrow, Request, RequestKey, SamplingParams, Stage
 from vlm_worker.wire.messages import Accepted, PrefillCall
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
@@ -50,10 +50,10 @@ def settings_of(role: str, *flags: str) -> WorkerSettings:
 
 
 @contextlib.asynccontextmanager
-async def serving(role: str, *flags: str) -> AsyncIterator[Serving]:
+async def serving(role: str, *flags: str, narrow: Narrow | None = None) -> AsyncIterator[Serving]:
     settings = settings_of(role, "--max-model-len=512", *flags)
     has_kv = settings.stages != {Stage.ENCODER}
-    runner = ChecksumRunner(129, block_size=4, has_kv=has_kv)
+    runner = ChecksumRunner(129, block_size=4, has_kv=has_kv, narrow=narrow)
     facts = ModelFacts(8, 8, 1276, 0, "int64")
     loaded = Loaded(runner, FAMILY, plain_positions, (), 512, facts)
     server = WorkerServer(settings)

@@ -35,6 +35,7 @@ from vlm_worker.settings.options import (
     MAX_PORT,
     PATH,
     PERCENT,
+    PERMILLE,
     PORT,
     SECONDS,
     SHARE,
@@ -134,6 +135,19 @@ WRONG = {
     "two kv memories": (["decode", *CONTRACT_WORKER, "--kv-memory-percent=5"], "not allowed with"),
     "a percentage too high": (["decode", *CONTRACT_WORKER, "--kv-reserve-percent=99"], "0 to 95"),
     "a share too high": (["decode", *CONTRACT_WORKER, "--kv-visual-percent=101"], "0 to 100"),
+    "a share of text too high": (["decode", *CONTRACT_WORKER, "--kv-prune-text=1001"], "0 to 1000"),
+    "a decode worker without prefill that prunes": (
+        ["decode", *CONTRACT_WORKER, "--kv-prune-text=700"], "--stages=encoder,prefill,decode"
+    ),
+    "a prefill worker that prunes": (
+        [
+            "prefill", *CONTRACT_WORKER, "--stages=encoder,prefill,decode", "--kv-prune-text=700",
+        ],
+        "pruned KV is not handed over",
+    ),
+    "roles apart that prune": (
+        ["serve", "/m", "--split", "--kv-prune-text=700"], "not with --split"
+    ),
     "an unknown type of weights": (["decode", *CONTRACT_WORKER, "--weights=int3"], "int8 or int4"),
     "an unknown part": (
         ["decode", *CONTRACT_WORKER, "--weights=tower=int8"], "one of encoder, merger, layers, head"
@@ -212,6 +226,7 @@ def strategy_of(kind: Kind[Any]) -> st.SearchStrategy[Any]:
         PORT: st.integers(0, MAX_PORT),
         PERCENT: st.integers(0, 95),
         SHARE: st.integers(0, 100),
+        PERMILLE: st.integers(0, 1000),
         SECONDS: st.floats(0, 86400),
         SCALED_TIMERS: st.floats(0.01, 1.0).map(PRODUCTION.scaled),
         STAGE_LIST: st.frozensets(st.sampled_from(Stage), min_size=1),
@@ -264,6 +279,8 @@ def test_a_worker_reads_its_settings_from_the_flags_that_write_them(want: Worker
     if want.compute.activation_scales_hash:
         compute = dataclasses.replace(want.compute, activation_scales=Path("/scales.json"))
         want = dataclasses.replace(want, compute=compute)
+    if not {Stage.PREFILL, Stage.DECODE} <= want.stages:
+        want = dataclasses.replace(want, kv_prune_text=0)
     assert parse([want.role.value, *to_argv(want)], {}) == want
 
 

@@ -86,9 +86,13 @@ class AdmissionController:
         return self._watermark + withheld
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest prefix hit that leaves a token to compute (K4)."""
+        """Blocks of the longest prefix hit that leaves a token to compute (K4).
+
+        Answer tokens of a pruned sequence have other KV than those that are published.
+        """
         pool = self._pool
-        return pool.match(sequence.hashes[: (sequence.num_tokens - 1) // pool.block_size])
+        most = pool.kinds.of(sequence).num_full(sequence.num_computable_tokens - 1)
+        return pool.match(sequence.hashes[:most])
 
     def admit_ready(self) -> None:
         for sequence in list(itertools.islice(self.ready, self._num_places)):
@@ -156,7 +160,7 @@ class AdmissionController:
                 if sequence is None:
                     break
                 shared = self.match(sequence)
-                start = len(shared) * self._pool.block_size
+                start = self._pool.kinds.of(sequence).num_tokens(len(shared))
                 count = 0
                 if self._has_blocks(sequence, shared):
                     count = token_budget.next_chunk(sequence, start)
@@ -180,7 +184,7 @@ class AdmissionController:
                 elif sequence.num_bypassed < MAX_BYPASSED:
                     lacking.append(sequence)
                 else:
-                    self._awaited_blocks = self._pool.blocks_for(sequence.num_tokens)
+                    self._awaited_blocks = self._num_blocks(sequence)
         return admitted, blocked_on_kv
 
     def revoke_soft_reservations(self) -> list[Sequence]:
@@ -232,7 +236,7 @@ class AdmissionController:
 
     def _has_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
         """Whether the blocks of the whole prompt fit, missing images included."""
-        count = self._pool.blocks_for(sequence.num_tokens)
+        count = self._num_blocks(sequence)
         num_new, reserved = count - len(shared), sequence.reserved_blocks
         if reserved:
             return self._pool.can_take(num_new, shared=shared, reserved=reserved)
@@ -242,18 +246,22 @@ class AdmissionController:
         keep = self._watermark + self.soft_reservations.withheld_from(sequence)
         return self._pool.can_take(num_new, shared=shared, keep=keep)
 
+    def _num_blocks(self, sequence: Sequence) -> int:
+        """Blocks of its known tokens."""
+        return self._pool.kinds.of(sequence).num_blocks(sequence.num_tokens)
+
     def _soft_reserve(self, sequence: Sequence, shared: list[int]) -> bool:
         """Make a soft reservation, if the sequence's blocks fit beside all others."""
         num_blocks = 0
         if not sequence.reserved_blocks:
-            count = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+            count = self._num_blocks(sequence) - len(shared)
             num_blocks = self._pool.cost(count, shared=shared)
         return self.soft_reservations.reserve(sequence, num_blocks, keep=self._unreservable_blocks)
 
     def _enter(self, sequence: Sequence, shared: list[int], *, reason: AdmissionReason) -> None:
         if reason is AdmissionReason.AGED:  # it is not preempted at once
             sequence.aged_priority = self._batch.top_priority(least=MIN_PRIORITY)
-        needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+        needed = self._num_blocks(sequence) - len(shared)
         blocks = self._pool.take(needed, shared=shared, reserved=sequence.reserved_blocks)
         assert blocks is not None, "can_take said that the blocks fit"
         sequence.blocks = shared + blocks
@@ -261,7 +269,7 @@ class AdmissionController:
         if sequence.for_peer and not sequence.reserved_blocks:  # else it decodes here
             self.pending_transfers.admit(sequence)
         sequence.reserved_blocks, sequence.num_bypassed = 0, 0
-        sequence.num_computed_tokens = len(shared) * self._pool.block_size
+        sequence.num_computed_tokens = self._pool.kinds.of(sequence).num_tokens(len(shared))
         sequence.num_cached_tokens = sequence.num_computed_tokens
         self._batch.add(sequence)
 

@@ -21,7 +21,7 @@ def chunk_of(
 
     With `whole_images`, an image, or the rest of it, runs in one chunk.
     """
-    size = min(sequence.num_tokens - start, budget)
+    size = min(sequence.num_computable_tokens - start, budget)
     for item, embedding in zip(sequence.items, sequence.embeddings, strict=True):
         if item.offset >= start + size:
             break

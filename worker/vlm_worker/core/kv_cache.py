@@ -13,7 +13,8 @@ Laws (reference: vLLM's block pool; tests/worker/core/test_kv_cache.py checks ea
     K2  a block is in the free list if and only if its ref count is 0
     K3  only full blocks get a hash, and only after their KV was written (`scheduler`)
     K4  a hit never covers the last token of a prompt to prefill (the scheduler's part)
-    K5  the blocks of a sequence never change: two equal blocks are not merged later
+    K5  the blocks of a sequence never change: two equal blocks are not merged later. Pruning is
+        the one exception: it replaces blocks once, and the copies are never published (`pruning`)
     K6  a block with wrong KV is never published; if it was, it is removed from the prefix cache
     K7  of two cached blocks of one chain, the later is evicted first: each cached block can be hit
     K8  an image enters a hash by its image key, never by its placeholders alone (`hash_block`)
@@ -31,6 +32,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vlm_worker.core.block_kinds import BlockKinds, BlockShape
 from vlm_worker.types import ImageItem, Request
 
 NULL_BLOCK = 0
@@ -39,12 +41,21 @@ NULL_BLOCK = 0
 class BlockPool:
     """A fixed number of KV blocks, ref-counted, with an index of prefix hashes.
 
-    `visual_percent` is the share of the cached blocks that visual ones may have (K9).
+    `visual_percent` is the share of the cached blocks that visual ones may have (K9). `kinds` are
+    of the blocks; without it, all hold `block_size` tokens.
     """
 
-    def __init__(self, num_blocks: int, *, block_size: int, visual_percent: int = 100) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        block_size: int,
+        kinds: BlockKinds | None = None,
+        visual_percent: int = 100,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.kinds = kinds or BlockKinds(block_size)
         self.visual_percent = visual_percent
         self.num_reserved = 0
         self.num_cached = 0  # free blocks with a hash
@@ -89,8 +100,8 @@ class BlockPool:
         """Free blocks that are not reserved."""
         return self.num_free - self.num_reserved
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` need."""
+    def most_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` need if none is narrow."""
         return -(-num_tokens // self.block_size)
 
     # ---- take and release ------------------------------------------------------------------------
@@ -138,6 +149,10 @@ class BlockPool:
                 self.num_cached += 1
                 if self._is_visual[block]:
                     self._cached_visual[block] = None
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has more than one reference."""
+        return self._ref[block] > 1
 
     def reserve(self, count: int, *, keep: int = 0) -> bool:
         """Reserve `count` blocks; False if fewer than `count + keep` are available."""
@@ -299,18 +314,19 @@ def extend_hash_chain(
     token_ids: np.ndarray,
     request: Request,
     *,
-    block_size: int,
+    shape: BlockShape,
     num_tokens: int,
 ) -> None:
     """Append to `hashes` until every full block of the first `num_tokens` has one.
 
+    `shape` is of the sequence's blocks. A hash covers the number of tokens, thus the kind (M4).
     `token_ids` is int32: at least these tokens of the sequence that answers `request`.
     """
     items = request.items
-    for index in range(len(hashes), num_tokens // block_size):
-        start = index * block_size
+    for index in range(len(hashes), shape.num_full(num_tokens)):
+        start, end = shape.num_tokens(index), shape.num_tokens(index + 1)
         parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.adapter)
-        block = token_ids[start : start + block_size]
+        block = token_ids[start:end]
         near = items if items and items[-1].end > start else ()
         hashes.append(hash_block(parent, block, near, start=start))
 

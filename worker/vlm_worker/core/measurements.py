@@ -24,6 +24,7 @@ from typing import Final
 
 import numpy as np
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.step_time import StepTimeModel
 from vlm_worker.types import KVLayout, Modality
@@ -177,15 +178,17 @@ class KVUsage:
 
     def __init__(self, layout: KVLayout | None) -> None:
         self._layout = layout
+        self._kinds = None if layout is None else BlockKinds.of_layout(layout)
         self._bytes = {
             modality: Histogram(KV_BYTES_EDGES) for modality in (Modality.TEXT, Modality.IMAGE)
         }
 
     def add(self, sequence: Sequence) -> None:
-        if self._layout is None:
+        if self._layout is None or self._kinds is None:
             return
         modality = Modality.IMAGE if sequence.items else Modality.TEXT
-        num_blocks = -(-sequence.num_tokens // self._layout.block_size)
+        num_tokens = sequence.num_tokens - sequence.num_dropped
+        num_blocks = self._kinds.of(sequence).num_blocks(num_tokens)
         self._bytes[modality].add(num_blocks * self._layout.block_bytes)
 
     @property

@@ -22,6 +22,7 @@ import operator
 
 import numpy as np
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.grammars import Matcher
 from vlm_worker.core.kv_cache import NULL_BLOCK
 from vlm_worker.core.sequence import Sequence, Status
@@ -38,10 +39,13 @@ class PersistentBatch:
     Attributes (N rows, L = max_model_len, B blocks for L tokens, K stop tokens):
         sequences: by row, None for a free row; running: the same, oldest first
         token_ids: int32 [N, L]
-        num_tokens, num_computed, num_prompt, limit, num_blocks, position_delta: int64 [N];
+        num_tokens, num_computed, num_prompt, limit, num_entries, position_delta: int64 [N];
             `limit` is the number of tokens at which the answer ends
+        num_dropped: int64 [N]; tokens before the answer whose KV was dropped (`pruning`)
+        awaiting_pruning: the sequences that await it, in order of entry
         prefilling: bool [N]; True until all known tokens were computed
-        block_table: int32 [N, B], padded with the null block
+        block_table: int32 [N, B], padded with the null block; entries of `block_size` tokens,
+            which are the blocks themselves if `kinds` has one kind
         stop_ids: int64 [N, K], padded with NO_TOKEN
         sampling: [N], by the name of each parameter of a draw
         num_logprobs: int64 [N]; -1 if the request wants none
@@ -56,10 +60,13 @@ class PersistentBatch:
         *,
         max_model_len: int,
         block_size: int,
+        kinds: BlockKinds | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
+        self.kinds = kinds or BlockKinds(block_size)
+        self._text = self.kinds.of_text
         self.eos_token_ids = eos_token_ids
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.running: list[Sequence] = []
@@ -68,12 +75,14 @@ class PersistentBatch:
         self.num_computed = np.zeros(num_rows, np.int64)
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
-        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.num_entries = np.zeros(num_rows, np.int64)
         self.position_delta = np.zeros(num_rows, np.int64)
+        self.num_dropped = np.zeros(num_rows, np.int64)
+        self.awaiting_pruning: dict[Sequence, None] = {}
         self.prefilling = np.zeros(num_rows, np.bool_)
-        self.block_table = np.full(
-            (num_rows, -(-max_model_len // block_size)), NULL_BLOCK, np.int32
-        )
+        # the last block may be narrow, and end behind the longest sequence
+        width = -(-max_model_len // block_size) + self.kinds.num_parts - 1
+        self.block_table = np.full((num_rows, width), NULL_BLOCK, np.int32)
         self.stop_ids = np.full((num_rows, max(1, len(eos_token_ids))), NO_TOKEN, np.int64)
         self.sampling = sampling_columns(num_rows)
         self.num_logprobs = np.full(num_rows, -1, np.int64)
@@ -167,9 +176,13 @@ class PersistentBatch:
         self.num_computed[row] = sequence.num_computed_tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.limit[row] = max_total_tokens(sequence, max_model_len=self.max_model_len)
-        self.num_blocks[row] = len(sequence.blocks)
-        self.block_table[row, : len(sequence.blocks)] = sequence.blocks
+        entries = self.kinds.of(sequence).entries(sequence.blocks)
+        self.num_entries[row] = len(entries)
+        self.block_table[row, : len(entries)] = entries
         self.position_delta[row] = sequence.position_delta
+        self.num_dropped[row] = sequence.num_dropped
+        if sequence.awaits_pruning:
+            self.awaiting_pruning[sequence] = None
         self.prefilling[row] = prefilling
         self._set_stop_ids(row, stop_ids(sequence, eos_token_ids=self.eos_token_ids))
         for name, column in self.sampling.items():
@@ -189,9 +202,10 @@ class PersistentBatch:
         assert row is not None
         sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         sequence.num_computed_tokens = int(self.num_computed[row])
-        self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
+        self.block_table[row, : self.num_entries[row]] = NULL_BLOCK
         self.logit_edits.pop(row, None)
         self.matchers.pop(row, None)
+        self.awaiting_pruning.pop(sequence, None)
         self.sequences[row] = None
         at = bisect.bisect_left(self.running, sequence.arrival, key=_arrival)
         del self.running[at]
@@ -202,22 +216,40 @@ class PersistentBatch:
         self._free_rows.append(row)
         self._members_changed(prefilling=bool(self.prefilling[row]))
 
+    def prune(self, sequence: Sequence) -> None:
+        """Take over `num_dropped` and the blocks of a sequence that was pruned."""
+        row = sequence.row
+        assert row is not None
+        del self.awaiting_pruning[sequence]
+        self.num_dropped[row] = sequence.num_dropped
+        entries = self.kinds.of(sequence).entries(sequence.blocks)
+        self.block_table[row, : self.num_entries[row]] = NULL_BLOCK
+        self.num_entries[row] = len(entries)
+        self.block_table[row, : len(entries)] = entries
+        self._members_changed(prefilling=bool(self.prefilling[row]))
+
     def append_blocks(self, at: np.ndarray, blocks: list[int]) -> None:
-        """Append a KV block to each of the `decode_columns` at the indices `at`: they are full."""
-        columns = self.decode_columns
+        """Append a KV block to each of the `decode_columns` at the indices `at`: they are full.
+
+        Answers are text, so all these blocks are of one kind.
+        """
+        columns, text = self.decode_columns, self._text
         rows = columns.rows[at]
-        count = self.num_blocks[rows]
-        self.block_table[rows, count] = blocks
-        self.num_blocks[rows] = count + 1
+        count = self.num_entries[rows]
+        entries = np.reshape(text.entries(blocks), (len(blocks), -1))
+        num_new = entries.shape[1]
+        places = count[:, None] + np.arange(num_new)
+        self.block_table[rows[:, None], places] = entries
+        self.num_entries[rows] = count + num_new
         for place, block in zip(at.tolist(), blocks, strict=True):
             columns.members[place].blocks.append(block)
-        width = int(count.max()) + 1
+        width = int(count.max()) + num_new
         if width > columns.block_table.shape[1]:
             columns.block_table = self.block_table[:, :width][columns.rows]
         else:
-            columns.block_table[at, count] = blocks
-        columns.capacity[at] += self.block_size
-        columns.slots[at] = np.array(blocks, np.int64) * self.block_size
+            columns.block_table[at[:, None], places] = entries
+        columns.capacity[at] += text.tail_size
+        columns.slots[at] = entries[:, 0].astype(np.int64) * self.block_size
 
     def advance(
         self, columns: DecodeColumns, token_ids: np.ndarray
@@ -290,23 +322,25 @@ class DecodeColumns:
         rows: int64 [D], rows of the PersistentBatch.
         members: the sequences; always the same list object.
         token_ids: int64 [D], the token that is not computed yet.
-        num_computed: int64 [D], tokens that have KV; `context_lens` is the same in int32, and
-            `num_kv_tokens` is their sum.
+        num_computed: int64 [D], tokens that are computed. `context_lens` are those that have KV, in
+            int32, and `num_kv_tokens` is their sum.
         indices: int64 [D], index of the next token in its answer.
         slots: int64 [D], slot of the next token's KV; undefined while its block is missing.
         positions: int64 [P, D], positions of the token that is not computed yet.
-        capacity: int64 [D], tokens that the blocks hold.
+        capacity: int64 [D], tokens that the blocks hold, and those that were dropped.
         block_table: int32 [D, B] for the B blocks of the longest; replaced when B grows.
     """
 
     def __init__(self, batch: PersistentBatch, rows: np.ndarray, members: list[Sequence]) -> None:
         self.rows, self.members = rows, members
-        num_computed, num_blocks = batch.num_computed.take(rows), batch.num_blocks.take(rows)
+        num_computed, num_entries = batch.num_computed.take(rows), batch.num_entries.take(rows)
         self.token_ids = batch.token_ids[rows, num_computed].astype(np.int64)
-        self.context_lens = num_computed.astype(np.int32)
-        self.num_kv_tokens = int(num_computed.sum())
-        self.capacity = num_blocks * batch.block_size
-        self.block_table = batch.block_table[:, : int(num_blocks.max(initial=1))][rows]
+        num_dropped = batch.num_dropped.take(rows)
+        num_kept = num_computed - num_dropped
+        self.context_lens = num_kept.astype(np.int32)
+        self.num_kv_tokens = int(num_kept.sum())
+        self.capacity = num_entries * batch.block_size + num_dropped
+        self.block_table = batch.block_table[:, : int(num_entries.max(initial=1))][rows]
         self._ends_at = batch.limit.take(rows) - 1  # the last token of an answer is never computed
         self._stop_ids = np.ascontiguousarray(batch.stop_ids.take(rows, axis=0).T)
         num_axes = members[0].positions.shape[0] if members else 1
@@ -318,7 +352,7 @@ class DecodeColumns:
         self.num_computed[:] = num_computed
         np.subtract(num_computed + 1, batch.num_prompt.take(rows), out=self.indices)
         np.add(num_computed, batch.position_delta.take(rows), out=self.positions)
-        index, offset = np.divmod(num_computed, batch.block_size)
+        index, offset = np.divmod(num_kept, batch.block_size)
         np.minimum(index, self.block_table.shape[1] - 1, out=index)  # if the next block is missing
         blocks = self.block_table[np.arange(len(rows)), index].astype(np.int64)
         np.add(blocks * batch.block_size, offset, out=self.slots)

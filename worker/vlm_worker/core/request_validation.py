@@ -27,6 +27,12 @@ def validate_request(
             f"{num_tokens} token_ids",
             param="num_prompt_tokens",
         )
+    if request.num_history_tokens > request.num_prompt_tokens:
+        raise InvalidRequestError(
+            f"num_history_tokens is {request.num_history_tokens}; it must be at most the "
+            f"{request.num_prompt_tokens} tokens of the prompt",
+            param="num_history_tokens",
+        )
     if num_tokens >= max_model_len:
         visual = sum(item.num_tokens for item in request.items)
         parts = f", {visual} of them for {len(request.items)} image(s)" if request.items else ""

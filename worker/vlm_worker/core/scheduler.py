@@ -17,7 +17,8 @@ Written KV blocks are published to the prefix cache (K3):
 
     prompt    after each chunk: waiting sequences may share it
     answer    when a new sequence may extend it, and when its sequence leaves its row. No sequence
-              looks it up before, so steps hash no answers.
+              looks it up before, so steps hash no answers. The answer of a pruned sequence is not
+              published: its KV depends on the tokens that were dropped.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from vlm_worker.core.admission_policy import preemption_order
 from vlm_worker.core.chunks import TokenBudget
 from vlm_worker.core.kv_cache import BlockPool, extend_hash_chain, is_visual_block
 from vlm_worker.core.persistent_batch import PersistentBatch
+from vlm_worker.core.pruner import Pruner
+from vlm_worker.core.pruning import SlotMoves
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_values import SchedulerOutput, StepOutcome, StepPlan
 from vlm_worker.settings import AdmissionSettings
@@ -62,6 +65,8 @@ class Scheduler:
         self.pending_transfers = self.admission.pending_transfers
         self.waiting = self.admission.waiting
         self.num_preemptions = 0
+        self.pruner = Pruner(pool, batch, self._make_room)
+        self._pruning_preempted: list[Sequence] = []
         self._max_num_batched_tokens = max_num_batched_tokens
         self._whole_images = whole_images
         self._long_prefill_tokens = long_prefill_tokens
@@ -102,7 +107,27 @@ class Scheduler:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a prefix hit would cover now; never the last one (K4). Changes nothing."""
-        return len(self.admission.match(sequence)) * self.pool.block_size
+        num_blocks = len(self.admission.match(sequence))
+        return self.pool.kinds.of(sequence).num_tokens(num_blocks)
+
+    # ---- pruning, between steps ------------------------------------------------------------------
+
+    def sequences_to_prune(self) -> list[Sequence]:
+        """The sequences to prune before the next step; those with complete KV enter first."""
+        self.admission.admit_ready()
+        return self.pruner.ready
+
+    def prune(
+        self, sequence: Sequence, mass: np.ndarray
+    ) -> tuple[SlotMoves | None, list[Sequence]]:
+        """Prune one of `sequences_to_prune` that still runs; see `Pruner.prune`.
+
+        Returns:
+            The rows to copy before the next step, or None; and the sequences that it preempted.
+        """
+        moves = self.pruner.prune(sequence, mass)
+        preempted, self._pruning_preempted = self._pruning_preempted, []
+        return moves, preempted
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -221,6 +246,17 @@ class Scheduler:
                 return None
         return blocks
 
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt a sequence for the pruning of another; False if that one must wait itself.
+
+        A sequence whose KV is for a peer is not preempted: it awaits pruning in its row.
+        """
+        victim = self._victim(sequence)
+        if victim is not sequence or not sequence.for_peer:
+            self._preempt(victim)
+            self._pruning_preempted.append(victim)
+        return victim is not sequence
+
     def _victim(self, sequence: Sequence) -> Sequence:
         """The sequence to preempt so that `sequence` gets a block.
 
@@ -234,7 +270,7 @@ class Scheduler:
         """Free the blocks of a running sequence; it is recomputed from its first token."""
         self._leave(sequence)
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed_tokens = [], 0
+        sequence.blocks, sequence.num_computed_tokens, sequence.num_dropped = [], 0, 0
         sequence.unblock()
         sequence.move(Status.WAITING)
         self.waiting.add(sequence)
@@ -270,9 +306,10 @@ class Scheduler:
         for sequence, count in zip(batch.members(rows), counts.tolist(), strict=True):
             end = int(batch.num_computed[sequence.row])
             self._publish(sequence, batch.token_ids[sequence.row], start=end - count, end=end)
-            num_blocks = end // pool.block_size
+            shape = pool.kinds.of(sequence)
+            num_blocks = shape.num_full(end)
             if end == batch.num_tokens[sequence.row]:
-                num_blocks = pool.blocks_for(end)
+                num_blocks = shape.num_blocks(end)
                 batch.end_prefill(sequence)
             outcome.prefilled.append((sequence, end, num_blocks))
         rows = rows[plan.samples[plan.num_decodes :]]
@@ -290,8 +327,8 @@ class Scheduler:
         blocks are hashed, does not find.
         """
         batch, pool = self.batch, self.pool
-        start = len(pool.match(sequence.hashes)) * pool.block_size
-        end = start + pool.block_size
+        shape, num_blocks = pool.kinds.of(sequence), len(pool.match(sequence.hashes))
+        start, end = shape.num_tokens(num_blocks), shape.num_tokens(num_blocks + 1)
         if end > sequence.num_tokens:
             return
         tokens, rows = sequence.token_ids[start:end], batch.decode_rows
@@ -309,10 +346,12 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence, token_ids: np.ndarray, *, start: int, end: int) -> None:
         """Publish the blocks that the tokens `[start, end)` completed."""
-        block_size = self.pool.block_size
+        if sequence.num_dropped:
+            return
+        shape = self.pool.kinds.of(sequence)
         self._extend_hashes(sequence, token_ids, num_tokens=end)
-        for index in range(start // block_size, end // block_size):
-            is_visual = is_visual_block(sequence.items, end=(index + 1) * block_size)
+        for index in range(shape.num_full(start), shape.num_full(end)):
+            is_visual = is_visual_block(sequence.items, end=shape.num_tokens(index + 1))
             self.pool.publish(sequence.blocks[index], sequence.hashes[index], is_visual=is_visual)
 
     def _extend_hashes(self, sequence: Sequence, token_ids: np.ndarray, *, num_tokens: int) -> None:
@@ -320,7 +359,7 @@ class Scheduler:
             sequence.hashes,
             token_ids,
             sequence.request,
-            block_size=self.pool.block_size,
+            shape=self.pool.kinds.of(sequence),
             num_tokens=num_tokens,
         )
 

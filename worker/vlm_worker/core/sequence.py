@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from vlm_worker.core.block_kinds import BlockShape
 from vlm_worker.core.grammars import Matcher
 from vlm_worker.types import ImageItem, Request
 
@@ -61,6 +62,10 @@ class Sequence:
         token_ids: int32, all known tokens, prompt and answer.
         positions: `[P, T]` of the prompt; a later token i has position i + `position_delta`.
         for_peer: keep the KV for a peer after the first token. It is not preempted.
+        kept_permille: the share of its history's text that keeps its KV after the prompt; 0 if it
+            is not pruned (`pruning`).
+        num_dropped: tokens whose KV was dropped; the slot of a later token is its index less them.
+        block_shape: the tokens of each of its blocks; `BlockKinds.of` computes it.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
         soft_reserved_blocks: blocks of its soft reservation (`admission`), or None.
@@ -87,7 +92,10 @@ class Sequence:
     row: int | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    kept_permille: int = 0
+    num_dropped: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
+    block_shape: BlockShape | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     reserved_blocks: int = 0
     soft_reserved_blocks: int | None = None
@@ -123,6 +131,16 @@ class Sequence:
     def num_tokens(self) -> int:
         """As of when it last left the batch."""
         return len(self.token_ids)
+
+    @property
+    def awaits_pruning(self) -> bool:
+        """Whether it is pruned after its prompt, and was not yet: it computes no answer token."""
+        return self.kept_permille > 0 and not self.num_dropped
+
+    @property
+    def num_computable_tokens(self) -> int:
+        """Tokens that it may compute now, those with KV included."""
+        return self.request.num_prompt_tokens if self.awaits_pruning else self.num_tokens
 
     def move(self, status: Status) -> None:
         """Change the status; TRANSITIONS must allow it."""

@@ -10,6 +10,7 @@ import dataclasses
 
 import numpy as np
 
+from vlm_worker.core.image_rows import add_places, image_rows_of
 from vlm_worker.core.persistent_batch import DecodeColumns, PersistentBatch
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.step_values import (
@@ -47,7 +48,7 @@ class BatchBuilder:
             first = batch.members(plan.rows[:1])[0]
             self._positions = np.zeros((first.positions.shape[0], self._size), np.int64)
         positions = self._positions
-        context = batch.num_computed.take(plan.rows)
+        computed = batch.num_computed.take(plan.rows)
         if num_decodes:
             columns = batch.decode_columns_of(plan.decodes)
             self._ids[:num_decodes] = columns.token_ids
@@ -61,20 +62,20 @@ class BatchBuilder:
         for s in range(num_decodes, num_rows):
             sequence = batch.sequences[plan.rows[s]]
             assert sequence is not None
-            start, at = int(context[s]), int(query_start[s])
+            start, at = int(computed[s]), int(query_start[s])
             self._fill_chunk(sequence, start, int(plan.counts[s]), at, positions)
-            rows = _image_rows_of(sequence, start, int(plan.counts[s]), at)
-            _add_places(positions, rows)
+            rows = image_rows_of(sequence, start, int(plan.counts[s]), at)
+            add_places(positions, rows)
             image_rows += rows
             if self._whole_images:
                 spans[s] = tuple((item.offset, item.end) for item in sequence.items)
-        width = int(batch.num_blocks.take(plan.rows).max())
+        width = int(batch.num_entries.take(plan.rows).max())
         return StepInputs(
             token_ids=self._ids[:num_tokens],
             positions=positions[:, :num_tokens],
             slot_mapping=self._slots[:num_tokens],
             query_start=query_start,
-            context_lens=context.astype(np.int32),
+            context_lens=(computed - batch.num_dropped.take(plan.rows)).astype(np.int32),
             block_table=batch.block_table[:, :width][plan.rows],
             spans=tuple(spans),
             image_rows=tuple(image_rows),
@@ -123,6 +124,7 @@ class BatchBuilder:
         positions[:, at + prompt.shape[1] : at + count] = (
             index[prompt.shape[1] :] + sequence.position_delta
         )
+        index -= batch.num_dropped[row]
         blocks = batch.block_table[row, index // block_size].astype(np.int64)
         self._slots[at : at + count] = blocks * block_size + index % block_size
 
@@ -165,29 +167,3 @@ class BatchBuilder:
                 answer = batch.token_ids[row, batch.num_prompt[row] : batch.num_tokens[row]]
                 constrained.append(ConstrainedRow(at, matcher, answer))
         return tuple(constrained)
-
-
-def _image_rows_of(sequence: Sequence, start: int, count: int, at: int) -> list[ImageRows]:
-    """The embedding rows that the chunk `[start, start + count)` of a sequence reads.
-
-    `at` is the packed position of its first token. The embeddings of all its images are here.
-    """
-    rows = []
-    for number, item in enumerate(sequence.items):
-        first, last = max(start, item.offset), min(start + count, item.end)
-        if first < last:
-            embedding = sequence.embeddings[number]
-            assert embedding is not None, "a chunk was planned over an image without an embedding"
-            places = None if item.reduction is None else embedding.places
-            rows.append(
-                ImageRows(embedding, first - item.offset, at + first - start, last - first, places)
-            )
-    return rows
-
-
-def _add_places(positions: np.ndarray, image_rows: list[ImageRows]) -> None:
-    """Move the tokens of reduced images to the row and column of their cells (M-RoPE alone)."""
-    for rows in image_rows:
-        if rows.places is not None and len(positions) == 3:
-            places = rows.places[rows.src_start : rows.src_start + rows.num_rows]
-            positions[1:3, rows.dst_start : rows.dst_start + rows.num_rows] += places.T

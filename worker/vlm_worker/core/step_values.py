@@ -139,7 +139,8 @@ class StepInputs:
     Attributes:
         token_ids: [T] int64; placeholders included (a runner masks ids beyond its vocabulary).
         positions: [P, T] int64; P is 1, or 3 for M-RoPE.
-        slot_mapping: [T] int64; `block * block_size + offset` where each new token's KV goes.
+        slot_mapping: [T] int64; `entry * block_size + offset` where each new token's KV goes; an
+            entry is a block, or a part of one (`block_kinds`).
         query_start: [S + 1] int32; s owns packed tokens query_start[s] : query_start[s + 1].
         context_lens: [S] int32; tokens of s whose KV was written by earlier steps.
         block_table: [S, B] int32; the blocks of s, padded with the null block 0.

@@ -254,7 +254,7 @@ class Engine:
     async def receive(self, request: Request, *, in_place: bool = False) -> ReceiveResult:
         """Turn the reservation into blocks; returns the first block that a peer has to deliver.
 
-        The request has `ceil(len(token_ids) / block_size)` blocks; if `first_block` equals this
+        `BlockShape.num_blocks` is the number of the request's blocks; if `first_block` equals this
         number, nothing is missing. With `in_place` the engine lends the memory of the blocks if the
         runner allows it: one thread of the caller writes there, the caller confirms the blocks, and
         it always returns the loan.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.core.window_cache import WindowCache
@@ -99,6 +101,20 @@ class Runner(Protocol):
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer."""
+
+    @property
+    def pruning_problem(self) -> str | None:
+        """Why the KV of this model cannot be pruned; None if it can."""
+
+    def attention_mass(self, inputs: StepInputs) -> np.ndarray:
+        """The attention that each token of one sequence receives from its last rows.
+
+        `inputs` has these rows, whose KV is in the cache; nothing is written. The sum over rows,
+        layers and heads: float32 `[context_lens[0] + rows]`.
+        """
+
+    def move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy rows of all layers within the KV cache, in order: int64 slots `[R]` each."""
 
     def embedding_bytes(self, embedding: Embedding) -> int:
         """Bytes of an embedding, for the encoder cache's budget: those of its export."""

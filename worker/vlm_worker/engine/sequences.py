@@ -16,11 +16,13 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from vlm_worker.core.admission import MAX_CANDIDATES
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.grammars import Matcher
 from vlm_worker.core.kv_cache import BlockPool, is_visual_block
 from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.measurements import KVUsage
 from vlm_worker.core.persistent_batch import PersistentBatch, max_total_tokens, stop_ids
+from vlm_worker.core.pruning import kept_permille_of
 from vlm_worker.core.request_validation import validate_request, validate_reservation
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
@@ -84,6 +86,7 @@ class Sequences:
             settings.max_num_seqs,
             max_model_len=settings.max_model_len if runner.kv_layout else 1,
             block_size=self.pool.block_size,
+            kinds=self.pool.kinds,
             eos_token_ids=settings.eos_token_ids,
         )
         self.scheduler = Scheduler(
@@ -125,7 +128,7 @@ class Sequences:
             return
         attempt = self.start(sequence)
         attempt.stream, attempt.first_only, attempt.supplied = stream, for_peer, True
-        sequence.reserved_blocks = self._redeem(attempt, num_tokens=sequence.num_tokens)
+        sequence.reserved_blocks = self._redeem(attempt, sequence)
         start = self.scheduler.look_up(sequence)
         if not self._prompt_embeddings.is_cached(sequence, start):
             sequence.lane = Lane.VISION
@@ -209,6 +212,7 @@ class Sequences:
             positions=positions,
             position_delta=delta,
             for_peer=for_peer,
+            kept_permille=kept_permille_of(request, settings.kv_prune_text),
             embeddings=[None] * len(request.items),
             matcher=matcher,
         )
@@ -232,10 +236,11 @@ class Sequences:
         attempt.acquire(Held(ResourceKind.SEQUENCE, functools.partial(self._discard, sequence)))
         return attempt
 
-    def _redeem(self, attempt: Attempt, *, num_tokens: int) -> int:
+    def _redeem(self, attempt: Attempt, sequence: Sequence) -> int:
         """The number of reserved blocks; a reservation that is too small for the prompt ends."""
+        needed = self.pool.kinds.of(sequence).num_blocks(sequence.num_tokens)
         for reserved in attempt.of(ReservedBlocks):
-            if reserved.num_blocks >= self.pool.blocks_for(num_tokens):
+            if reserved.num_blocks >= needed:
                 attempt.confirm(reserved)  # the sequence has them now
                 return reserved.num_blocks
             attempt.release(reserved)
@@ -291,7 +296,7 @@ class Sequences:
             return
         self.check_new(key)
         validate_reservation(num_tokens, max_model_len=self.settings.max_model_len)
-        count = self.pool.blocks_for(num_tokens)
+        count = self.pool.most_blocks_for(num_tokens)  # its images are not known yet
         available = self.pool.num_available
         if not self.pool.reserve(count, keep=self.scheduler.admission.withheld_blocks):
             raise OverloadedError(
@@ -310,7 +315,7 @@ class Sequences:
         self.scheduler.look_up(sequence)
         # the first token is known already, so that a hit may cover the whole prompt here
         shared = pool.match(sequence.hashes)
-        needed = pool.blocks_for(num_tokens)
+        needed = pool.kinds.of(sequence).num_blocks(num_tokens)
         blocks = pool.take(needed - len(shared), shared=shared, reserved=reserved.num_blocks)
         if blocks is None:
             raise OverloadedError(
@@ -392,7 +397,7 @@ class Sequences:
         sequence.output.missing_blocks.difference_update(numbers)
         for number in numbers:
             if number < len(sequence.hashes):
-                end = (number + 1) * self.pool.block_size
+                end = self.pool.kinds.of(sequence).num_tokens(number + 1)
                 is_visual = is_visual_block(sequence.items, end=end)
                 block, block_hash = sequence.blocks[number], sequence.hashes[number]
                 self.pool.publish(block, block_hash, is_visual=is_visual)
@@ -473,6 +478,7 @@ def _make_pool(runner: Runner, settings: EngineSettings) -> BlockPool:
     pool = BlockPool(
         runner.num_blocks,
         block_size=layout.block_size,
+        kinds=BlockKinds.of_layout(layout),
         visual_percent=settings.kv_visual_percent,
     )
     num_tokens = pool.capacity * pool.block_size

@@ -39,6 +39,8 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         kv_visual_percent: share of the cached KV blocks that visual ones may have before the oldest
             visual one is evicted first (law K9 of `core.kv_cache`).
+        kv_prune_text: share of the history's text, in permille, that keeps its KV after the prompt;
+            0 prunes nothing (`core.pruning`).
         images_first: steps wait for images (`docs/decisions/0038`). Statistics of the queued work
             then count images alone.
         whole_images: attention inside an image is bidirectional in this family, so that a chunk of
@@ -59,6 +61,7 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
     max_unread_percent: int = 50
     watermark_percent: int = 2
     kv_visual_percent: int = 100
+    kv_prune_text: int = 0
     images_first: bool = False
     whole_images: bool = False
     stuck_step_seconds: float = 60.0

@@ -1,7 +1,7 @@
 """One step of the language model, and its events.
 
-schedule -> stalled: request embeddings -> run -> update -> events
-         -> preempted, blocked_on_kv: release their embeddings
+prune -> schedule -> stalled: request embeddings -> run -> update -> events
+                  -> preempted, blocked_on_kv: release their embeddings
 
 run(plan) --ok--> tokens
           --error--> halves, each tried again --ok--> tokens
@@ -24,6 +24,7 @@ from vlm_worker.core.step_values import StepInputs, StepOutcome, StepOutput, Ste
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.constraints import refused_by
 from vlm_worker.engine.events import EventStream, PrefillEvent
+from vlm_worker.engine.kv_pruning import KVPruning
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.errors import EngineError, WorkerError
@@ -54,6 +55,7 @@ class StepLoop:
         self._sequences = sequences
         self._prompt_embeddings = prompt_embeddings
         self._scheduler = sequences.scheduler
+        self._pruning = KVPruning(context, sequences)
         self._context = context
         self._events, self._clock = context.events, context.clock
         self._scheduler.admission.max_running = self.limit.limit.value
@@ -62,11 +64,13 @@ class StepLoop:
 
     def turn(self) -> bool:
         """Run one step, if a sequence can run; True if another turn may have work."""
+        preempted = self._pruning.run()
         started = self._clock()
         schedule = self._scheduler.schedule(now=started)
         for sequence in schedule.admitted:
             self._admitted(sequence, started)
-        for sequence in schedule.preempted:
+        preempted += schedule.preempted
+        for sequence in preempted:
             self._sequences.readable_blocks.revoke(sequence.request.key)
             self._sequences.release_pins(sequence)
         for sequence, start in schedule.blocked_on_embedding:
@@ -74,7 +78,7 @@ class StepLoop:
         for sequence in schedule.blocked_on_kv:
             self._prompt_embeddings.release_pins(sequence)
         if schedule.plan is None:
-            return bool(schedule.preempted or schedule.blocked_on_embedding)
+            return bool(preempted or schedule.blocked_on_embedding)
         work = self._work(schedule.plan, num_prompts=len(schedule.admitted))
         for plan, output in self._execute_isolated(schedule.plan):
             if isinstance(output, EngineError):
@@ -133,7 +137,7 @@ class StepLoop:
             num_decodes=num_decodes,
             kv_tokens=batch.decode_columns.num_kv_tokens if num_decodes else 0,
             chunks=plan.counts[num_decodes:],
-            before=batch.num_computed[plan.rows[num_decodes:]],
+            before=(batch.num_computed - batch.num_dropped)[plan.rows[num_decodes:]],
             num_prompts=num_prompts,
         )
 
@@ -178,7 +182,8 @@ class StepLoop:
         """After a chunk: release the computed images, publish the written blocks."""
         self._prompt_embeddings.release_consumed(sequence, num_computed)
         readable_blocks, key = self._sequences.readable_blocks, sequence.request.key
-        if sequence.for_peer and num_blocks > readable_blocks.num_readable(key):
+        is_whole = sequence.for_peer and not sequence.num_dropped
+        if is_whole and num_blocks > readable_blocks.num_readable(key):
             self._sequences.publish(sequence, num_blocks)
             self._events.emit(sequence.output.stream, BlocksReady(num_blocks))
 

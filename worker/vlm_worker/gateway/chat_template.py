@@ -96,8 +96,10 @@ class ChatTemplate:
         if facts is None:
             self.facts = self.examine(source)
 
-    def render(self, conversation: Conversation) -> list[tuple[str, bool]]:
+    def render(self, conversation: Conversation, *, asks: bool = True) -> list[tuple[str, bool]]:
         """Return the rendered conversation as (text, is control token) pieces, in order.
+
+        If it `asks`, the beginning of the answer follows it.
 
         The joined pieces equal the result of transformers' `apply_chat_template`.
 
@@ -106,10 +108,10 @@ class ChatTemplate:
                 client's text and the template's cannot be distinguished.
         """
         self._check(conversation)
-        plain = self._render(conversation, str)
+        plain = self._render(conversation, str, asks=asks)
         mark = self._mark_for(conversation)
         try:
-            marked = self._render(conversation, self._marking(mark))
+            marked = self._render(conversation, self._marking(mark), asks=asks)
         except ApiError:  # it looks into texts
             marked = None
         if marked is None or marked.replace(mark, "") != plain:
@@ -137,11 +139,12 @@ class ChatTemplate:
                 "setting.",
             )
 
-    def _render(self, conversation: Conversation, change: Callable[[str], str]) -> str:
+    def _render(
+        self, conversation: Conversation, change: Callable[[str], str], *, asks: bool = True
+    ) -> str:
         messages = template_messages(conversation.messages, change, self.facts)
-        return self._rendered(
-            messages, template_tools(conversation.tools, change), self._settings(conversation)
-        )
+        tools = template_tools(conversation.tools, change)
+        return self._rendered(messages, tools, self._settings(conversation), asks=asks)
 
     def _settings(self, conversation: Conversation) -> dict[str, Any]:
         """The variables of the template that `reasoning_effort` sets."""
@@ -152,14 +155,19 @@ class ChatTemplate:
         return {name: value for name, value in values.items() if name in self._variables}
 
     def _rendered(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, settings: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        settings: dict[str, Any],
+        *,
+        asks: bool = True,
     ) -> str:
         try:
             return self._template.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=asks,
                 range=Range(),
                 **settings,
                 **self._named_tokens,

@@ -76,6 +76,7 @@ class GatewayContext:
             any_priority=settings.any_priority,
             fetcher=self.fetcher,
             session_prefetch=settings.session_prefetch,
+            mark_history=settings.mark_history,
         )
         self.prefetcher: SessionPrefetcher | None = None
         if settings.session_prefetch:

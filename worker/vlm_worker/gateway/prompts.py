@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,12 +52,14 @@ class Prompt:
     """A prompt in tokens; image k has `counts[k]` placeholders from `offsets[k]` on.
 
     `opening` is the beginning of the answer that a chat template writes, such as `<think>`.
+    `num_history_tokens` precede the last user turn; 0 if they are not counted.
     """
 
     token_ids: tuple[int, ...]
     offsets: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     opening: str = ""
+    num_history_tokens: int = 0
 
     @property
     def num_image_tokens(self) -> int:
@@ -112,10 +115,13 @@ class PromptBuilder:
         """Return the ids of control tokens of this tokenizer."""
         return frozenset(self.control_ids[token] for token in control_tokens)
 
-    def chat(self, conversation: Conversation, counts: Sequence[int]) -> Prompt:
+    def chat(
+        self, conversation: Conversation, counts: Sequence[int], *, mark_history: bool = False
+    ) -> Prompt:
         """Build the prompt of a conversation without skipped images.
 
-        `counts` are the visual tokens of each image, in order.
+        `counts` are the visual tokens of each image, in order. With `mark_history`, the tokens
+        before the last user turn are counted, for which the earlier turns are encoded again.
 
         Raises:
             ApiError: 400; the model has no template, or the template rejects the conversation.
@@ -127,10 +133,7 @@ class PromptBuilder:
                 code="no_chat_template",
             )
         pieces = self._template.render(conversation)
-        starts_with_bos = bool(pieces) and pieces[0] == (self._bos, True)
-        token_ids = self._pieces.encode(pieces)
-        if not starts_with_bos:
-            token_ids = [*self._prefix, *token_ids, *self._suffix]
+        token_ids = self._encode(pieces)
         try:
             expanded, offsets = self.family.expand(token_ids, counts)
         except InvalidRequestError as error:
@@ -139,7 +142,12 @@ class PromptBuilder:
                 param="messages",
                 code="invalid_messages",
             ) from error
-        return Prompt(tuple(expanded), tuple(offsets), tuple(counts), self._opening(pieces))
+        num_history = 0
+        if mark_history:
+            num_history = self._num_history_tokens(conversation, token_ids, counts)
+        return Prompt(
+            tuple(expanded), tuple(offsets), tuple(counts), self._opening(pieces), num_history
+        )
 
     def _opening(self, pieces: Sequence[PromptPiece]) -> str:
         template = self.responding.template
@@ -176,6 +184,36 @@ class PromptBuilder:
         except InvalidRequestError:
             return None
         return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
+
+    def _encode(self, pieces: Sequence[PromptPiece]) -> list[int]:
+        """The ids of a rendered conversation, one placeholder per image."""
+        token_ids = self._pieces.encode(pieces)
+        if pieces and pieces[0] == (self._bos, True):
+            return token_ids
+        return [*self._prefix, *token_ids, *self._suffix]
+
+    def _num_history_tokens(
+        self, conversation: Conversation, token_ids: Sequence[int], counts: Sequence[int]
+    ) -> int:
+        """The tokens of a prompt before its last user turn, those of images included.
+
+        They are what the prompt has in common with that of the earlier turns alone. 0 if the
+        template refuses those alone, as if there were none.
+        """
+        assert isinstance(self._template, ChatTemplate)
+        messages = conversation.messages
+        users = [index for index, message in enumerate(messages) if message.role == "user"]
+        if len(users) < 2:
+            return 0
+        try:
+            begun = dataclasses.replace(conversation, messages=messages[: users[-1]])
+            earlier = self._template.render(begun, asks=False)
+        except ApiError:
+            return 0
+        pairs = zip(self._encode(earlier), token_ids, strict=False)
+        common = [id_ for id_, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        num_images = common.count(self.family.image_token_id)
+        return len(self.family.expand(common, counts[:num_images])[0])
 
     def completion(self, text: str) -> Prompt:
         return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))

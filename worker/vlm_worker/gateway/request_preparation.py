@@ -64,7 +64,8 @@ Guard = Callable[[Awaitable[Fetched]], Awaitable[Fetched]]
 class Preparer:
     """Prepares requests. With `any_priority` clients may set a priority above the default.
 
-    With `session_prefetch`, a chat knows the beginning of its next turn.
+    With `session_prefetch`, a chat knows the beginning of its next turn. With `mark_history`,
+    prompts of conversations have `num_history_tokens`.
     """
 
     prompt_builder: PromptBuilder
@@ -74,6 +75,7 @@ class Preparer:
     salts: Salts
     any_priority: bool = False
     session_prefetch: bool = False
+    mark_history: bool = False
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
     fetcher: ImageFetcher = dataclasses.field(default_factory=ImageFetcher)
@@ -200,7 +202,7 @@ class Preparer:
             if not dropped:
                 return prompt
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
-            return self.prompt_builder.chat(_conversation_without(said, dropped), counts)
+            return self._chat_prompt(_conversation_without(said, dropped), counts)
 
         form = self._answer_form(request, prompt.opening)
         ask = dataclasses.replace(ask, options=await self._enforcing(request, form))
@@ -269,7 +271,10 @@ class Preparer:
         self, said: Conversation, images: Sequence[RequestImage], num_bytes: int
     ) -> Prompt:
         counts = [image.num_tokens for image in images]
-        return await _encode(functools.partial(self.prompt_builder.chat, said, counts), num_bytes)
+        return await _encode(functools.partial(self._chat_prompt, said, counts), num_bytes)
+
+    def _chat_prompt(self, said: Conversation, counts: Sequence[int]) -> Prompt:
+        return self.prompt_builder.chat(said, counts, mark_history=self.mark_history)
 
     def _fitted(
         self,

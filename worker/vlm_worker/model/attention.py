@@ -16,22 +16,48 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from vlm_kernels import AttentionPlan, paged_attention, store_kv, varlen_attention
+from vlm_kernels import (
+    AttentionPlan,
+    attention_mass,
+    paged_attention,
+    store_kv,
+    varlen_attention,
+)
 
 PAGED = "triptych_paged"
 VARLEN = "triptych_flash_varlen"  # "flash" in the name makes vision towers pass segment bounds
 PLANES = "triptych_planes"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observation:
+    """The attention that the rows of a step pay to the tokens of their one sequence, all layers.
+
+    `mass` is float32 [N], to which each layer adds; `blocks` are those of the sequence, int32 [B].
+    """
+
+    mass: torch.Tensor
+    blocks: np.ndarray
+
+    def add(self, q_THD: torch.Tensor, kv_cache: torch.Tensor, layer: int, scale: float) -> None:
+        num_tokens = len(self.mass)
+        self.mass.add_(attention_mass(q_THD, kv_cache, layer, self.blocks, num_tokens, scale=scale))
+
+
 @dataclasses.dataclass(slots=True)
 class StepContext:
-    """The values that all layers of a step share; `make_plan` runs once per window size."""
+    """The values that all layers of a step share; `make_plan` runs once per window size.
+
+    With an `observation`, the KV of the step's rows is in the cache, and layers do not store it.
+    """
 
     kv_cache: torch.Tensor
     slot_mapping: torch.Tensor
     make_plan: Callable[[int | None], AttentionPlan]
+    observation: Observation | None = None
     plans: dict[int | None, AttentionPlan] = dataclasses.field(default_factory=dict)
 
     def plan(self, window: int | None) -> AttentionPlan:
@@ -69,7 +95,11 @@ def paged_forward(
     """One layer of one packed step; `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
     assert attention_mask is None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    store_kv(k_THD, v_THD, step.kv_cache, module.layer_idx, step.slot_mapping)
+    if step.observation is None:
+        store_kv(k_THD, v_THD, step.kv_cache, module.layer_idx, step.slot_mapping)
+    else:
+        assert softcap is None
+        step.observation.add(q_THD, step.kv_cache, module.layer_idx, scaling)
     plan = step.plan(sliding_window)
     o_THD = paged_attention(
         q_THD, step.kv_cache, module.layer_idx, plan, scale=scaling, softcap=softcap

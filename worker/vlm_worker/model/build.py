@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from vlm_kernels import gpu
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.families import Family
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.step_values import NOT_FINITE, SampleParams, StepInputs, StepOutput
@@ -110,7 +111,7 @@ def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress
     if loaded.has_encoder:
         try_encoder(runner.encode, loaded.family, num_images=2 if compiled else 1)
     if runner.kv_layout is not None:
-        try_language_model(runner.execute, loaded.family, block_size=runner.kv_layout.block_size)
+        try_language_model(runner.execute, loaded.family, runner.kv_layout)
     sizes = _graph_sizes(loaded, settings)
     if sizes:
         progress("capturing decode graphs", 0, 0)
@@ -233,23 +234,28 @@ def try_encoder(
 
 
 def try_language_model(
-    execute: Callable[[StepInputs], StepOutput], family: Family, *, block_size: int
+    execute: Callable[[StepInputs], StepOutput], family: Family, layout: KVLayout
 ) -> None:
     """Compute one token, then a block of tokens, in KV block 1, which no sequence uses yet.
+
+    If blocks have two kinds, it is a wide one.
 
     Raises:
         ModelConfigError: the logits are not finite.
     """
+    entry = BlockKinds.of_layout(layout).entries_per_block  # of block 1
 
     def compute(num_tokens: int) -> None:
-        inputs = _prompt(num_tokens, family.num_position_rows, first_slot=block_size)
+        inputs = _prompt(
+            num_tokens, family.num_position_rows, entry=entry, block_size=layout.block_size
+        )
         if execute(inputs).token_ids[0] == NOT_FINITE:
             raise ModelConfigError(
                 "the language model's logits are not finite: its weights are damaged, or --dtype "
                 "has too small a range for them"
             )
 
-    warm_up_sizes(compute, [1, block_size])
+    warm_up_sizes(compute, [1, layout.block_size])
 
 
 def warm_up_sizes(
@@ -271,16 +277,16 @@ def warm_up_sizes(
         run(larger)
 
 
-def _prompt(num_tokens: int, num_position_rows: int, *, first_slot: int) -> StepInputs:
+def _prompt(num_tokens: int, num_position_rows: int, *, entry: int, block_size: int) -> StepInputs:
     """Inputs of one sequence of `num_tokens` tokens 0; the last one is sampled greedily."""
     numbers = np.arange(num_tokens, dtype=np.int64)
     return StepInputs(
         token_ids=np.zeros(num_tokens, np.int64),
         positions=np.tile(numbers, (num_position_rows, 1)),
-        slot_mapping=first_slot + numbers,
+        slot_mapping=entry * block_size + numbers,
         query_start=np.array([0, num_tokens], np.int32),
         context_lens=np.zeros(1, np.int32),
-        block_table=np.ones((1, 1), np.int32),
+        block_table=np.full((1, 1), entry, np.int32),
         spans=((),),
         image_rows=(),
         sample_rows=np.array([num_tokens - 1], np.int64),

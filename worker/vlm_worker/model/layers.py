@@ -267,6 +267,15 @@ class Decoder:
         logits: torch.Tensor = self._head(hidden_TD if rows_R is None else hidden_TD[rows_R])
         return logits
 
+    def observe(
+        self, embeds_TD: torch.Tensor, positions_PT: torch.Tensor, step: StepContext
+    ) -> None:
+        """Run all layers, layer by layer, for the `observation` of the step."""
+        positions = positions_PT[:, None] if len(positions_PT) > 1 else positions_PT
+        self._text_model(
+            inputs_embeds=embeds_TD[None], position_ids=positions, use_cache=False, step=step
+        )
+
     def _kinds_of_step(
         self, embeds_TD: torch.Tensor, positions: torch.Tensor, step: StepContext
     ) -> list[LayerKind]:

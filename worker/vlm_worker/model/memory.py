@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from vlm_kernels import gpu
-from vlm_kernels.kv_rows import slot_elements
+from vlm_kernels.kv_rows import MIXED, slot_elements
 from vlm_worker.core.families import Family
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.cgroup import available_memory_bytes
-from vlm_worker.types import KVLayout, Stage
+from vlm_worker.types import ITEMSIZE, KVLayout, Narrow, Stage
 from vlm_worker.wire.buffers import private_memory
 
 logger = logging.getLogger(__name__)
@@ -164,6 +164,8 @@ DTYPES = {
 KV_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 FP8: Final = "fp8"
 """The value of `--kv-dtype` for `float8_e4m3fn`."""
+MIXED_KV: Final = {f"{narrow}=int8": narrow for narrow in Narrow}
+"""Values of `--kv-dtype` for int8 of one modality, beside the other in the type of `auto`."""
 FP8_CAPABILITY: Final = (8, 9)
 
 DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
@@ -175,19 +177,22 @@ def make_kv_layout(
 ) -> KVLayout:
     """Choose the KV layout of a language model with transformers' config `text`.
 
-    `dtype` is that of the weights, `kv_dtype` that of the cache; `auto` is the former.
+    `dtype` is that of the weights, `kv_dtype` that of the cache; `auto` is the former. If one
+    modality alone is in int8, `block_size` is that of its blocks.
 
     Raises:
         ModelConfigError: a setting is not supported.
     """
     types = {"auto": dtype_name(dtype), FP8: dtype_name(torch.float8_e4m3fn)}
-    name = types.get(kv_dtype, kv_dtype)
+    narrow = MIXED_KV.get(kv_dtype)
+    name = types["auto"] if narrow else types.get(kv_dtype, kv_dtype)
     if name not in KV_DTYPES:
-        raise ModelConfigError(
-            f"--kv-dtype={kv_dtype}: not built yet; choose auto, {', '.join((*DTYPES, FP8))}"
-        )
+        choices = ", ".join((*DTYPES, FP8, *MIXED_KV))
+        raise ModelConfigError(f"--kv-dtype={kv_dtype}: not built yet; choose auto, {choices}")
     if block_size < 1:
         raise ModelConfigError(f"--block-size={block_size}: must be at least 1")
+    if narrow:
+        block_size = _wide_block_size(block_size, kv_dtype, name)
     return KVLayout(
         model_revision=revision,
         num_layers=text.num_hidden_layers,
@@ -195,11 +200,35 @@ def make_kv_layout(
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         block_size=block_size,
         dtype=name,
+        narrow=narrow,
     )
+
+
+def _wide_block_size(block_size: int, kv_dtype: str, wide: str) -> int:
+    """Tokens of a wide block; `block_size` are those of a narrow one.
+
+    Raises:
+        ModelConfigError: no cache has blocks of these two kinds.
+    """
+    if KV_DTYPES[wide] not in MIXED.values():
+        raise ModelConfigError(
+            f"--kv-dtype={kv_dtype}: not built beside {wide}; set --dtype=bfloat16 or float32"
+        )
+    if block_size % ITEMSIZE[wide]:
+        raise ModelConfigError(
+            f"--block-size={block_size}: with --kv-dtype={kv_dtype} and {wide}, it must be a "
+            f"multiple of {ITEMSIZE[wide]}, the narrow tokens in the memory of a wide one"
+        )
+    return block_size // ITEMSIZE[wide]
 
 
 def check_kv_device(kv_dtype: str, device: torch.device) -> None:
     """Raise ModelConfigError if the device's kernels do not read a KV cache of this type."""
+    if kv_dtype in MIXED_KV and device.type != "cpu":
+        raise ModelConfigError(
+            f"--kv-dtype={kv_dtype}: the GPU kernels do not read blocks of two kinds; "
+            f"choose int8, which needs less memory"
+        )
     if kv_dtype != FP8:
         return
     found = f"this is {device.type}"
@@ -282,17 +311,21 @@ def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> to
     """Allocate the buffer `[num_blocks, layers, 2, kv_heads, block_size * head_dim]` of zeros.
 
     With int8 and float8, the scales follow the elements of the last axis (`vlm_kernels.kv_rows`).
+    If one modality is narrow, its elements are the words of `vlm_kernels.mixed_blocks`.
 
     On a CPU, pages are allocated when blocks are written or prefaulted (`KVPrefault`), so an unused
     part of the cache costs only address space; `torch.zeros` would write all of it. The memory uses
     huge pages: attention reads blocks in any order, and is a sixth faster with fewer TLB misses.
     """
-    inner = layout.block_size * slot_elements(KV_DTYPES[layout.dtype], layout.head_dim)
+    dtype = KV_DTYPES[layout.dtype]
+    if layout.narrow:
+        dtype = next(words for words, wide in MIXED.items() if wide == dtype)
+    inner = layout.block_size * slot_elements(dtype, layout.head_dim)
     shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, inner)
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=KV_DTYPES[layout.dtype], device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
     memory = private_memory(num_blocks * layout.block_bytes, huge=True)
-    return torch.frombuffer(memory, dtype=KV_DTYPES[layout.dtype]).view(shape)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -17,14 +17,16 @@ from vlm_kernels import (
     AttentionPlan,
     block_memory,
     gather_blocks,
+    move_rows,
     plan_attention,
     sample_tokens,
     scatter_blocks,
 )
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput
 from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, EngineError
-from vlm_worker.model.attention import StepContext
+from vlm_worker.model.attention import Observation, StepContext
 from vlm_worker.model.gpu.graphs import DecodeGraphs
 from vlm_worker.model.gpu.streams import SingleStream
 from vlm_worker.model.layers import Decoder
@@ -265,6 +267,44 @@ class ModelRunner:
         with self.streams.steps():
             scatter_blocks(self._kv_cache, self._to_write(block_ids), blocks)
 
+    @property
+    def pruning_problem(self) -> str | None:
+        """Why the KV of this model cannot be pruned; None if it can.
+
+        A window counts slots, which pruning changes.
+        """
+        config = self._model.config.get_text_config()
+        types = getattr(config, "layer_types", None) or ()
+        if any(kind != "full_attention" for kind in types):
+            return "this model has layers with a sliding window, whose KV is not pruned"
+        if getattr(config, "attn_logit_softcapping", None) is not None:
+            return "this model bounds its scores, and attention is not summed for it"
+        return None
+
+    @torch.inference_mode()
+    def attention_mass(self, inputs: StepInputs) -> np.ndarray:
+        """The attention that the tokens of one sequence receive from the rows of `inputs`.
+
+        Float32 `[context_lens[0] + rows]`, summed over rows, layers and heads. The rows' KV is in
+        the cache, and they are text.
+        """
+        assert self._decoder is not None, "no language model is loaded"
+        num_tokens = int(inputs.context_lens[0]) + len(inputs.token_ids)
+        with self.streams.steps():
+            step = self._step_context(inputs)
+            mass = torch.zeros(num_tokens, device=self.device)
+            step.observation = Observation(mass, np.ascontiguousarray(inputs.block_table[0]))
+            positions = torch.tensor(inputs.positions, device=self.device)
+            self._decoder.observe(self._embed(inputs), positions, step)
+            return mass.cpu().numpy()
+
+    def move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy rows of all layers within the KV cache, in order: int64 slots `[R]` each."""
+        assert self.kv_layout is not None
+        self._to_write(np.unique(targets // self.kv_layout.block_size).tolist())
+        with self.streams.steps():
+            move_rows(self._kv_cache, sources, targets, head_dim=self.kv_layout.head_dim)
+
     def embedding_bytes(self, embedding: Embedding) -> int:
         return embedding.num_bytes
 
@@ -365,6 +405,7 @@ class ModelRunner:
             )
 
         if self._kv_pages is not None:
-            self._kv_pages.use(inputs.slot_mapping // layout.block_size)
+            slots_per_block = layout.block_size * BlockKinds.of_layout(layout).entries_per_block
+            self._kv_pages.use(inputs.slot_mapping // slots_per_block)
         slots = torch.tensor(inputs.slot_mapping, device=self.device)
         return StepContext(self._kv_cache, slots, make_plan)

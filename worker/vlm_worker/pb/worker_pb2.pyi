@@ -403,7 +403,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "handoff", "priority")
+    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "handoff", "priority", "num_history_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +415,7 @@ class PrefillRequest(_message.Message):
     LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     transfer_id: str
@@ -426,10 +427,11 @@ class PrefillRequest(_message.Message):
     last_resort: bool
     handoff: bool
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+    num_history_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority", "num_history_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -438,6 +440,7 @@ class PrefetchRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -446,7 +449,8 @@ class PrefetchRequest(_message.Message):
     sampling: Sampling
     cache_salt: bytes
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ...) -> None: ...
+    num_history_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
     __slots__ = ("outcome", "num_cached_tokens", "num_computed_tokens")
@@ -525,7 +529,7 @@ class ReserveReply(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., lease_milliseconds: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id", "priority")
+    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id", "priority", "num_history_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +541,7 @@ class DecodeRequest(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reservation_id: str
@@ -548,7 +553,8 @@ class DecodeRequest(_message.Message):
     kv: Source
     boot_id: bytes
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., priority: _Optional[int] = ...) -> None: ...
+    num_history_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeReply(_message.Message):
     __slots__ = ("tokens", "finished", "spans", "clock_us")

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.kv_cache import content_of
 from vlm_worker.core.limits import fits
 from vlm_worker.engine.events import EventStream, PrefillEvent
@@ -164,6 +165,7 @@ class DecodeRole:
         context, request, source = self._context, call.request, call.kv
         await context.compile_grammar(request)
         check_fingerprint(source.fingerprint, self._layout.fingerprint)
+        shape = BlockKinds.of_layout(self._layout).of_items(request.items)
         async with context.peers.hold(source) as peer:
             try:
                 received = await context.engine.receive(request, in_place=True)
@@ -178,7 +180,7 @@ class DecodeRole:
                     content=content_of(request),
                     unit_bytes=self._layout.block_bytes,
                     first_unit=received.first_block,
-                    end_unit=-(-len(request.token_ids) // self._layout.block_size),
+                    end_unit=shape.num_blocks(len(request.token_ids)),
                     into=None
                     if memory is None
                     else DestinationBuffers(memory, reports_progress=True),

@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Self
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.kv_cache import content_of
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, DrainingError, EngineError, Refusal
@@ -36,6 +37,7 @@ from vlm_worker.types import (
     FinishedEvent,
     FinishReason,
     KVLayout,
+    Request,
     ScheduledEvent,
     Source,
     StageSpan,
@@ -142,7 +144,7 @@ class PrefillRole:
         producer = Producer(
             identity,
             unit_bytes=self._layout.block_bytes,
-            max_units=-(-len(call.request.token_ids) // self._layout.block_size),
+            max_units=self._num_blocks(call.request),
             export=functools.partial(self._context.engine.readable_blocks.read, key),
             lend=functools.partial(self._context.engine.lend_blocks, key),
             timers=self._context.timers,
@@ -151,6 +153,11 @@ class PrefillRole:
         if call.handoff:
             handle.offer(call.transfer_id, producer)
         return producer
+
+    def _num_blocks(self, request: Request) -> int:
+        """KV blocks of the request's tokens."""
+        shape = BlockKinds.of_layout(self._layout).of_items(request.items)
+        return shape.num_blocks(len(request.token_ids))
 
     def _accepted(self, call: PrefillCall) -> Accepted:
         return Accepted(
@@ -190,7 +197,7 @@ class PrefillRole:
         if progress.token is None:
             raise EngineError("the engine ended the prompt without a token")
         num_tokens = len(call.request.token_ids)
-        num_units = -(-num_tokens // self._layout.block_size)
+        num_units = self._num_blocks(call.request)
         producer.finish(Commit(num_units, num_tokens, progress.token.token_id, progress.finish))
 
 

@@ -128,7 +128,8 @@ def _kv_bytes(settings: WorkerSettings, runner: Runner) -> int:
     if runner.kv_layout is None:
         return 0
     rows = runner.embed_layout.row_bytes if Stage.PREFILL in settings.stages else 0
-    num_tokens = runner.num_blocks * runner.kv_layout.block_size
+    layout = runner.kv_layout
+    num_tokens = runner.num_blocks * layout.block_size * layout.num_parts  # if all were narrow
     return runner.num_blocks * runner.kv_layout.block_bytes + num_tokens * rows
 
 

@@ -48,7 +48,12 @@ async def run_local(settings: ServeSettings) -> int:
             gateway_bytes=gateway_bytes(settings.gateway),
         ) as server:
             workers = (f"{LOOPBACK}:{server.grpc_port}",)
-            front = dataclasses.replace(settings.gateway, model=source, workers=workers)
+            front = dataclasses.replace(
+                settings.gateway,
+                model=source,
+                workers=workers,
+                mark_history=settings.gateway.mark_history or settings.worker.kv_prune_text > 0,
+            )
             async with running(front, connect=server.connect) as gateway:
                 announcing = asyncio.create_task(_announce(gateway, settings, server.http_port))
                 failing = asyncio.create_task(_failed(server, gateway, signals.stop))

@@ -227,6 +227,10 @@ def _engine(
     *,
     max_model_len: int,
 ) -> Engine:
+    if settings.kv_prune_text and (problem := loaded.runner.pruning_problem) is not None:
+        raise ModelConfigError(
+            f"--kv-prune-text={settings.kv_prune_text}: {problem}: remove the flag"
+        )
     cold_bytes = cold_cache_bytes(settings, loaded.device)
     largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
     constraints = Constraints(loaded.vocabulary) if loaded.vocabulary is not None else None
@@ -238,6 +242,7 @@ def _engine(
             max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
             watermark_percent=settings.kv_reserve_percent,
             kv_visual_percent=settings.kv_visual_percent,
+            kv_prune_text=settings.kv_prune_text,
             images_first=settings.max_lent_requests > 0,
             whole_images=loaded.family.spec.bidirectional_spans,
             strict=settings.strict,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vlm_worker.settings.encoder_cache import EncoderCacheSettings, session_pin_problem
+from vlm_worker.settings.identity import Identity
 from vlm_worker.settings.options import MAX_PORT, add_options, read
 from vlm_worker.settings.source import HF_PREFIX, CalibrateSettings, FetchSettings, ModelSource
 from vlm_worker.settings.values import (
@@ -28,7 +29,6 @@ from vlm_worker.settings.values import (
     AdmissionSettings,
     ComputeSettings,
     GatewaySettings,
-    Identity,
     ProcessSettings,
     QueueSettings,
     ServeSettings,
@@ -112,7 +112,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         "trace_ratio": _trace_ratio(environ, fail),
     }
     if args.command == "serve":
-        return _serve(args, common)
+        return _serve(args, common, fail)
     if args.command == "gateway":
         gateway = read(GatewaySettings, args, **common, api_server=_api_server(environ))
         _check_workers(gateway, fail)
@@ -124,7 +124,23 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         fail(f"--stages: must name {args.command} itself, it is this role's own stage")
     worker = dataclasses.replace(worker, stages=worker.stages or frozenset({own}))
     _check_scales(worker.compute, fail)
+    _check_pruning(worker, fail)
     return _lending(worker, fail) if worker.max_lent_requests else worker
+
+
+def _check_pruning(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> None:
+    """Refuse a worker that would prune KV of another, or hand over pruned KV (decision 0051)."""
+    both = {Stage.PREFILL, Stage.DECODE}
+    if worker.kv_prune_text and (worker.role is Role.PREFILL or not both <= worker.stages):
+        fail(
+            "--kv-prune-text: only of a decode worker, or an encoder that lends, with "
+            "--stages=encoder,prefill,decode: pruned KV is not handed over"
+        )
+    if worker.kv_prune_text and "=" in worker.compute.kv_dtype:
+        fail(
+            f"--kv-prune-text: not with --kv-dtype={worker.compute.kv_dtype}: rows do not move "
+            "between blocks of two types; remove one of them"
+        )
 
 
 def _lending(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> WorkerSettings:
@@ -143,7 +159,9 @@ def _lending(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> WorkerS
     return dataclasses.replace(worker, compute=compute, max_requests=worker.max_lent_requests)
 
 
-def _serve(args: argparse.Namespace, common: Mapping[str, Any]) -> ServeSettings:
+def _serve(
+    args: argparse.Namespace, common: Mapping[str, Any], fail: Callable[[str], NoReturn]
+) -> ServeSettings:
     alone = read(ServeSettings, args, worker=None, gateway=None)
     worker = read(
         WorkerSettings,
@@ -165,6 +183,8 @@ def _serve(args: argparse.Namespace, common: Mapping[str, Any]) -> ServeSettings
         admin_port=alone.admin_port,
     )
     _check_scales(worker.compute, args.parser.error)
+    if alone.split and worker.kv_prune_text:
+        fail("--kv-prune-text: not with --split, pruned KV is not handed over: remove one of them")
     return dataclasses.replace(alone, worker=worker, gateway=gateway)
 
 

@@ -109,6 +109,7 @@ MAX_PORT: Final = 65535
 PORT: Final = number(int, 0, MAX_PORT, f"a port, 0 to {MAX_PORT} (0: any free one)")
 PERCENT: Final = number(int, 0, 95, "a whole percentage from 0 to 95")
 SHARE: Final = number(int, 0, 100, "a whole percentage from 0 to 100")
+PERMILLE: Final = number(int, 0, 1000, "a whole number from 0 to 1000")
 SECONDS: Final = number(float, 0, 86400, "seconds, 0 to 86400")
 
 

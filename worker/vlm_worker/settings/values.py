@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from vlm_worker.settings.encoder_cache import EncoderCacheSettings
+from vlm_worker.settings.identity import Identity
 from vlm_worker.settings.kinds import (
     ADDRESSES,
     DELAY_BY_STAGE,
@@ -23,6 +24,7 @@ from vlm_worker.settings.options import (
     FLAG,
     PATH,
     PERCENT,
+    PERMILLE,
     PORT,
     REQUIRED,
     SECONDS,
@@ -48,29 +50,6 @@ CHOSEN_BY_SERVE: Final = frozenset({
     "--stages", "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
     "--patience-seconds", "--identity-dir", "--max-lent-requests",
 })  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Identity:
-    """The identity of this process in its cluster, from the downward API; empty outside of one.
-
-    `granted_gpus` is what the device plugin gave the container (NVIDIA_VISIBLE_DEVICES).
-    """
-
-    pod_name: str = ""
-    pod_uid: str = ""
-    pod_ip: str = ""
-    namespace: str = ""
-    node_name: str = ""
-    service: str = ""
-    variant: str = ""
-    revision: str = ""
-    granted_gpus: str = ""
-
-    @property
-    def holds_gpus(self) -> bool:
-        """Whether the container was given GPUs."""
-        return self.granted_gpus not in ("", "none", "void")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +156,7 @@ class ComputeSettings:
     Attributes:
         dtype: of weights and activations; `auto` is the checkpoint's.
         kv_dtype: of the KV cache; `auto` is `dtype`, `int8` and `fp8` have a scale per token and
-            head; `fp8` is for GPUs.
+            head; `fp8` is for GPUs. `vision=int8` is on CPUs, and leaves text as `auto`.
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
@@ -195,7 +174,9 @@ class ComputeSettings:
 
     dtype: str = option("--dtype", one_of(("auto", "bfloat16", "float16", "float32")), "auto")
     kv_dtype: str = option(
-        "--kv-dtype", one_of(("auto", "bfloat16", "float32", "int8", "fp8")), "auto"
+        "--kv-dtype",
+        one_of(("auto", "bfloat16", "float32", "int8", "fp8", "vision=int8", "text=int8")),
+        "auto",
     )
     device: str = option("--device", one_of(("auto", "cpu", "cuda")), "auto")
     packed_weights: bool = option(
@@ -278,6 +259,12 @@ class WorkerSettings(ProcessSettings):
         "of the cached KV blocks; if images and the text behind them have more, theirs are evicted "
         "first",
     )
+    kv_prune_text: int = option(
+        "--kv-prune-text",
+        PERMILLE,
+        0,
+        "of the text of a conversation's earlier turns, that keeps its KV; 0: nothing is dropped",
+    )
     max_requests: int = option("--max-requests", at_least(1), 256, "running at once")
     max_lent_requests: int = option(
         "--max-lent-requests",
@@ -357,6 +344,12 @@ class GatewaySettings(ProcessSettings):
         IMAGES,
         4,
         f"0 to {MAX_IMAGES}; gateway.json (--config) overrides it",
+    )
+    mark_history: bool = option(
+        "--mark-history",
+        FLAG,
+        False,
+        "tell workers where the last user turn begins, for their --kv-prune-text",
     )
     any_priority: bool = option(
         "--client-priority",

@@ -157,5 +157,6 @@ def build_request(
         ),
         cache_salt=prepared.cache_salt,
         priority=prepared.priority,
+        num_history_tokens=prompt.num_history_tokens,
     )
     return request, kept

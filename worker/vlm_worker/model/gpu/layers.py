@@ -26,6 +26,7 @@ from vlm_kernels import (
     paged_attention,
     quantise_weights,
     quantised_linear,
+    rope,
     rope_store_kv,
     silu_mul,
 )
@@ -178,7 +179,11 @@ class FusedLayer(nn.Module):
         """The attention output, `[T, num_heads * head_dim]`."""
         q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self._head_dim)) for x in self.qkv(y_TD))
         cache, layer = step.kv_cache, self._layer_idx
-        rope_store_kv(q_THD, k_THD, v_THD, cos_TD, sin_TD, cache, layer, step.slot_mapping)
+        if step.observation is None:
+            rope_store_kv(q_THD, k_THD, v_THD, cos_TD, sin_TD, cache, layer, step.slot_mapping)
+        else:
+            rope(q_THD, cos_TD, sin_TD)
+            step.observation.add(q_THD, cache, layer, self._scaling)
         plan = step.plan(self._window)
         return paged_attention(q_THD, cache, layer, plan, scale=self._scaling).flatten(1)
 

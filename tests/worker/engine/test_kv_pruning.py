@@ -1,0 +1,126 @@
+"""An engine that prunes KV: answers, failures of its calls, cancels, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from worker.answers import answer_alone
+from worker.engine.talk import error, events, first_token, tokens
+
+from vlm_worker.errors import EngineError
+from vlm_worker.testing import ChecksumRunner
+from vlm_worker.types import Request, RequestKey, SamplingParams
+
+PERMILLE = 500
+
+
+def conversation(
+    name: str = "r", *, history: int = 300, delivered: int = 0, **sampling: Any
+) -> Request:
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})
+    length = history + 14
+    token_ids = (*(20 + i % 40 for i in range(length)), *[3, 4, 5][:delivered])
+    return Request(RequestKey(name, 0), token_ids, length, params, num_history_tokens=history)
+
+
+def runner() -> ChecksumRunner:
+    return ChecksumRunner(257)
+
+
+OPTIONS = {"max_model_len": 512, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize("delivered", [0, 2])
+async def test_an_answer_is_computed_from_what_was_kept(start: Any, delivered: int) -> None:
+    engine = start(runner(), kv_prune_text=PERMILLE, **OPTIONS)
+    request = conversation(delivered=delivered)
+    told = await events(engine.submit_prefill(request, for_peer=False))
+    whole = answer_alone(request, kept_permille=PERMILLE)
+    assert tokens(told) == whole[delivered:]
+    assert whole[delivered:] != answer_alone(request)[delivered:], "pruning changed nothing"
+    stats = engine.stats()
+    assert stats.count("kv_pruned_sequences") == 1
+    assert stats.count("kv_pruned_tokens") == (300 - 4) // 2
+    assert stats.kv.running_tokens == 0
+
+
+@pytest.mark.parametrize("delivered", [0, 2])
+async def test_a_prompt_that_this_process_adopts_is_pruned(start: Any, delivered: int) -> None:
+    engine = start(runner(), kv_prune_text=PERMILLE, **OPTIONS)
+    for name, is_early in (("late", False), ("early", True)):
+        request = conversation(name, delivered=delivered)
+        stream = engine.submit_prefill(request, for_peer=True)
+        adopted = engine.adopt_local(request) if is_early else None
+        first = await events(stream)
+        rest = await events(adopted or engine.adopt_local(request))
+        whole = answer_alone(request, kept_permille=PERMILLE)
+        assert [*tokens(first), *tokens(rest)] == whole[delivered:]
+
+
+async def test_a_second_request_hits_the_original_prompt(start: Any) -> None:
+    engine = start(runner(), kv_prune_text=PERMILLE, **OPTIONS)
+    for name, num_cached in (("a", 0), ("b", 312)):
+        request = conversation(name)
+        told = await events(engine.submit_prefill(request, for_peer=False))
+        assert tokens(told) == answer_alone(request, kept_permille=PERMILLE)
+        assert told[1].num_cached_tokens == num_cached
+
+
+@pytest.mark.parametrize(
+    ("permille", "history"), [(0, 300), (1000, 300), (PERMILLE, 255), (PERMILLE, 0)]
+)
+async def test_nothing_is_pruned_if_off_or_without_a_long_history(
+    start: Any, permille: int, history: int
+) -> None:
+    engine = start(runner(), kv_prune_text=permille, **OPTIONS)
+    request = conversation(history=history)
+    told = await events(engine.submit_prefill(request, for_peer=False))
+    assert tokens(told) == answer_alone(request)
+    assert engine.stats().count("kv_pruned_sequences") == 0
+
+
+@pytest.mark.parametrize("fault", ["observe_error", "move_error"])
+async def test_if_a_call_of_the_runner_fails_only_that_sequence_fails(
+    start: Any, fault: str
+) -> None:
+    faulty = runner()
+    engine = start(faulty, kv_prune_text=PERMILLE, **OPTIONS)
+    setattr(faulty.faults, fault, MemoryError("no memory"))
+    told = await events(engine.submit_prefill(conversation("a"), for_peer=False))
+    assert isinstance(error(told), EngineError)
+    assert engine.stats().kv.running_tokens == 0
+    assert engine.stats().count("out_of_memory") == 1
+    short = conversation("b", history=40)
+    assert tokens(await events(engine.submit_prefill(short, for_peer=False))) == answer_alone(short)
+    setattr(faulty.faults, fault, None)
+    request = conversation("c")
+    told = await events(engine.submit_prefill(request, for_peer=False))
+    assert tokens(told) == answer_alone(request, kept_permille=PERMILLE)
+
+
+async def test_a_cancelled_answer_frees_its_copies(start: Any) -> None:
+    engine = start(runner(), kv_prune_text=PERMILLE, **OPTIONS)
+    request = conversation(max_tokens=190)
+    stream = engine.submit_prefill(request, for_peer=False)
+    await first_token(stream)
+    await engine.cancel(request.key)
+    await events(stream)
+    assert engine.stats().kv.running_tokens == 0
+    assert engine.stats().kv.free_tokens + engine.stats().kv.cached_tokens == 1024
+
+
+async def test_conversations_in_a_small_pool_get_the_answers_of_each_alone(start: Any) -> None:
+    engine = start(ChecksumRunner(131), kv_prune_text=PERMILLE, **OPTIONS)
+    requests = [
+        conversation(str(number), history=280 + number // 2, max_tokens=40 + number)
+        for number in range(6)
+    ]
+    told = await asyncio.gather(
+        *(events(engine.submit_prefill(request, for_peer=False)) for request in requests)
+    )
+    for request, answer in zip(requests, told, strict=True):
+        assert tokens(answer) == answer_alone(request, kept_permille=PERMILLE)
+    assert engine.stats().count("kv_pruned_sequences") >= 6
+    assert engine.stats().kv.running_tokens == 0

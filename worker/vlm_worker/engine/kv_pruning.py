@@ -1,0 +1,69 @@
+"""Prunes the KV of conversations between two steps: observe, choose, copy. Engine thread only.
+
+sequences_to_prune ─▶ runner: attention of the last rows ─▶ scheduler: blocks ─▶ runner: copy rows
+
+If a call of the runner fails, the sequence fails, and its blocks are freed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from vlm_worker.core.pruning import SlotMoves
+from vlm_worker.core.sequence import Sequence
+from vlm_worker.engine.attempts import EngineContext
+from vlm_worker.engine.runner import run_device_copy
+from vlm_worker.engine.sequences import Sequences
+from vlm_worker.errors import EngineError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+
+class KVPruning:
+    """Prunes the sequences whose prompt is computed."""
+
+    def __init__(self, context: EngineContext, sequences: Sequences) -> None:
+        self._context, self._sequences = context, sequences
+        self._scheduler = sequences.scheduler
+
+    def run(self) -> list[Sequence]:
+        """Prune all sequences that are ready; returns those preempted for their blocks."""
+        ready = self._scheduler.sequences_to_prune()
+        preempted: list[Sequence] = []
+        if ready:
+            self._context.events.flush()  # the first tokens do not wait for it
+        for sequence in ready:
+            if sequence.row is None:  # preempted for another
+                continue
+            try:
+                preempted += self._prune(sequence)
+            except WorkerError as error:
+                self._context.device_errors.record(error)
+                self._sequences.fail(sequence, error)
+        return preempted
+
+    def _prune(self, sequence: Sequence) -> list[Sequence]:
+        runner = self._context.runner
+        inputs = self._scheduler.pruner.observed_inputs(sequence)
+        mass = run_device_copy("observing attention", lambda: runner.attention_mass(inputs))
+        if mass.shape != (sequence.request.num_prompt_tokens,) or not np.isfinite(mass).all():
+            raise EngineError("the attention of the prompt's last rows is not finite")
+        moves, preempted = self._scheduler.prune(sequence, mass)
+        if moves is not None:
+            # peers do not read the copies: they are not what the hashes say
+            self._sequences.readable_blocks.revoke(sequence.request.key)
+            self._copy(sequence, moves)
+        return preempted
+
+    def _copy(self, sequence: Sequence, moves: SlotMoves) -> None:
+        move_rows = self._context.runner.move_rows
+        run_device_copy("pruning KV", lambda: move_rows(moves.sources, moves.targets))
+        logger.debug(
+            "kv pruned",
+            extra={
+                "request_id": sequence.request.key.request_id,
+                "num_dropped": sequence.num_dropped,
+            },
+        )
