@@ -101,7 +101,9 @@ def test_every_parameter_of_the_client_has_its_row() -> None:
         ChatCompletionToolMessageParam,
     )
     fields = {name for message in messages for name in message.__annotations__}
-    assert {row.name for row in MESSAGE} == fields | {"annotations", "reasoning_content"}
+    assert {row.name for row in MESSAGE} == fields | {
+        "annotations", "reasoning_content", "parsed",
+    }  # fmt: skip
 
 
 def test_every_part_of_the_client_is_documented() -> None:
@@ -144,6 +146,11 @@ def test_the_code_does_what_the_table_says(
             assert refused.value.status == 400
             assert refused.value.code == "unsupported_parameter"
             assert str(refused.value.param).endswith(row.name)
+        return
+    if row.support is Support.UNREAD:
+        for value in ("something", 17, [1], {"x": 1}, False):
+            given = {"role": "assistant", row.name: value}
+            assert parse(table, given) == parse(table, {"role": "assistant"})
         return
     changes = TOGETHER.get((name, row.name)) or {row.name: VALUES[row.name]}
     parsed = parse(table, changes)
@@ -217,3 +224,13 @@ def test_the_page_names_every_code_of_an_error() -> None:
     assert len(codes) > 20
     section = DOCS.read_text().split("## Errors\n", 1)[1]
     assert not [code for code in sorted(codes) if f"`{code}`" not in section]
+
+
+def test_arguments_that_the_client_has_read_are_taken_with_their_text() -> None:
+    read = {**CALL, "function": {**CALL["function"], "parsed_arguments": {"x": [1]}}}
+    messages = [
+        [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
+        for call in (CALL, read)
+    ]
+    plain, given_back = (at_once(parse_chat({**CHAT_BODY, "messages": one})) for one in messages)
+    assert plain == given_back

@@ -88,6 +88,7 @@ def parse_message(path: str, value: Any, calls: CallsParser) -> Steps[Message]:
         if known != owner and fields.take(name) is not None:
             raise invalid(f"'{path}.{name}' is for the role '{owner}'.", param=f"{path}.{name}")
     reasoning = fields.text("reasoning_content", max_length=MAX_TEXT)
+    fields.take("parsed")
     tool_calls = yield from calls.parse(fields)
     call_id, function = _answered_call(fields, calls) if known == "tool" else (None, None)
     content = fields.take("content")
@@ -99,7 +100,8 @@ def parse_message(path: str, value: Any, calls: CallsParser) -> Steps[Message]:
 
 
 _OWNERS: Final[Mapping[str, ChatRole]] = {
-    "reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool",
+    "reasoning_content": "assistant", "tool_calls": "assistant", "parsed": "assistant",
+    "tool_call_id": "tool",
 }  # fmt: skip
 
 

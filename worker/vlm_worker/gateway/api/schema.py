@@ -171,6 +171,7 @@ class Support(enum.StrEnum):
     SUPPORTED = "supported"
     LOGGED = "logged"
     NEUTRAL = "neutral value only"
+    UNREAD = "taken unread"
     REFUSED = "refused"
 
 
@@ -188,6 +189,7 @@ _supported = functools.partial(Parameter, Support.SUPPORTED)
 _logged = functools.partial(Parameter, Support.LOGGED)
 _neutral = functools.partial(Parameter, Support.NEUTRAL)
 _refused = functools.partial(Parameter, Support.REFUSED)
+_unread = functools.partial(Parameter, Support.UNREAD)
 
 
 def _sampling(*, is_extension: bool) -> list[Parameter]:
@@ -299,6 +301,11 @@ MESSAGE: Final = (
     ),
     _refused("name", "the chat template knows no names"),
     _neutral("annotations", "an answer's own field, given back", ([],)),
+    _unread(
+        "parsed",
+        "of an assistant: what a client has read from `content`, as `parsed_arguments` "
+        "of a call is from `arguments`; the openai client gives both back",
+    ),
     _refused("audio", "audio is not built"),
     _refused("function_call", "send `tool_calls`"),
     _refused("refusal", "the model has no refusals"),

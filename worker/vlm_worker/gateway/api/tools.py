@@ -248,6 +248,7 @@ class CallsParser:
         arguments = function.text("arguments", max_length=MAX_ARGUMENTS)
         if arguments is None:
             raise function.missing("arguments")
+        function.take("parsed_arguments")  # what a client has read from them
         function.done()
         values = yield from self._object(function.at("arguments"), arguments)
         return ToolCall(call_id, name, arguments or "{}", values)

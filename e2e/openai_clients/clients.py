@@ -1,0 +1,112 @@
+"""The clients that nobody here wrote: their pinned packages, and the script that uses each.
+
+Their environments lie under `~/.cache/triptych/clients`, made once per set of pins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+FOLDER = Path.home() / ".cache" / "triptych" / "clients"
+LOG_CHARS = 600
+
+
+class UnavailableError(Exception):
+    """A client cannot be installed here; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenAIClient:
+    """One client.
+
+    Attributes:
+        script: in `SCRIPTS`; `.py` runs in a virtual environment, `.mjs` in Node.
+        pins: packages with versions; none: the script runs in the project's own environment.
+    """
+
+    script: str
+    pins: tuple[str, ...] = ()
+
+
+CLIENTS = {
+    "openai (Python)": OpenAIClient("by_openai.py"),
+    "openai (Node)": OpenAIClient("by_openai.mjs", ("openai@7.59.0", "zod@4.6.7")),
+    "AI SDK": OpenAIClient(
+        "by_ai_sdk.mjs",
+        ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/openai@4.0.118", "zod@4.6.7"),
+    ),
+    "LangChain": OpenAIClient("by_langchain.py", ("langchain-openai==1.7.4",)),
+    "LiteLLM": OpenAIClient("by_litellm.py", ("litellm==1.110.2",)),
+    "instructor": OpenAIClient("by_instructor.py", ("instructor==1.17.0", "pillow==13.0.0")),
+    "OpenAI Agents SDK": OpenAIClient("by_agents.py", ("openai-agents==0.24.0",)),
+    "lm-evaluation-harness": OpenAIClient("by_lm_eval.py", ("lm-eval[api]==0.4.13",)),
+    "GuideLLM": OpenAIClient("by_guidellm.py", ("guidellm==0.8.1",)),
+}
+
+
+def command_of(client: OpenAIClient, work: Path) -> list[str]:
+    """The command that runs its script. Installs the client unless it is there.
+
+    Args:
+        client: one of `CLIENTS`.
+        work: an empty folder for this run.
+
+    Raises:
+        UnavailableError: Node, npm or the packages are missing.
+    """
+    scripts = work / "scripts"
+    shutil.copytree(SCRIPTS, scripts)
+    if client.script.endswith(".py"):
+        python = _environment(client.pins) if client.pins else Path(sys.executable)
+        return [str(python), str(scripts / client.script)]
+    for tool in ("node", "npm"):
+        if shutil.which(tool) is None:
+            raise UnavailableError(f"{tool} is not installed")
+    (work / "node_modules").symlink_to(_node_modules(client.pins))
+    return ["node", str(scripts / client.script)]
+
+
+def version_of(client: OpenAIClient) -> str:
+    """The version of its first package."""
+    if not client.pins:
+        return importlib.metadata.version("openai")
+    return client.pins[0].rpartition("@" if client.script.endswith(".mjs") else "=")[2]
+
+
+def _environment(pins: tuple[str, ...]) -> Path:
+    folder = FOLDER / _digest(pins)
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        _run(sys.executable, "-m", "venv", "--clear", str(folder))
+        _run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *pins)
+        (folder / "ready").touch()
+    return python
+
+
+def _node_modules(pins: tuple[str, ...]) -> Path:
+    folder = FOLDER / _digest(pins)
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "package.json").write_text('{"private": true}')
+        _run("npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *pins)
+        (folder / "ready").touch()
+    return folder / "node_modules"
+
+
+def _digest(pins: tuple[str, ...]) -> str:
+    return hashlib.sha256("\n".join((*pins, sys.version)).encode()).hexdigest()[:16]
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout)[-LOG_CHARS:]
+        raise UnavailableError(f"{' '.join(command[:4])} failed: {said}")

@@ -1,0 +1,162 @@
+"""Run clients against `vlm-worker serve`, and print what each of their calls did.
+
+    make clients                              # all; installs them if they are missing
+    make clients ARGS='--client "AI SDK"'
+    make clients ARGS=--write                 # also the table in docs/openai.md
+
+The server is a process of its own with the `shapes` model. Its template writes tools as hermes
+models do, because the one that `shapes` has knows none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from openai_clients.clients import CLIENTS, UnavailableError, command_of, version_of
+
+from vlm_local.subprocesses import tied
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "shapes" / "model"
+IMAGE = ROOT / "examples" / "quickstart" / "image.png"
+PAGE = ROOT / "docs" / "openai.md"
+START, END = "<!-- clients: start -->", "<!-- clients: end -->"
+SCRIPT_SECONDS = 300.0
+LOG_CHARS = 4000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a client; `error` is None if it did what the client promises."""
+
+    name: str
+    error: str | None
+
+
+@contextlib.contextmanager
+def served() -> Iterator[tuple[str, Path]]:
+    """A server that is ready: its URL with `/v1`, and the folder of its model."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        shutil.copytree(MODEL, model)
+        shutil.copy(Path(__file__).with_name("chat_template.jinja"), model)
+        server = subprocess.Popen(
+            [
+                *tied(
+                    [
+                        sys.executable,
+                        "-m",
+                        "vlm_worker",
+                        "serve",
+                        model,
+                        "--served-name=shapes",
+                        "--port=0",
+                    ]
+                )
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield _url(server), model
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _url(server: subprocess.Popen[str]) -> str:
+    """Where it serves. A thread goes on to read what it prints, so that it never waits to print."""
+    assert server.stderr is not None
+    told = []
+    for line in server.stderr:
+        told.append(line)
+        if found := re.search(r"is served at (\S+);", line):
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            return found[1]
+    raise RuntimeError(f"the server ended: {''.join(told)[-LOG_CHARS:]}")
+
+
+def calls_of(name: str, url: str, model: Path) -> list[Call]:
+    """Run the script of a client; what it did not report is a failed call.
+
+    Raises:
+        UnavailableError: the client cannot be installed here.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        command = command_of(CLIENTS[name], Path(work))
+        environment = {
+            **os.environ,
+            "BASE_URL": url, "MODEL": "shapes", "MODEL_DIR": str(model), "IMAGE": str(IMAGE),
+            "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": url, "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, check=False, env=environment, cwd=work, capture_output=True, text=True,
+                timeout=SCRIPT_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return [Call("the script", f"it took more than {SCRIPT_SECONDS:.0f} s")]
+    calls = [
+        Call(said["call"], said["error"])
+        for line in done.stdout.splitlines()
+        if line.startswith('{"call":')
+        for said in (json.loads(line),)
+    ]
+    if done.returncode or not calls or any(call.error for call in calls):
+        print(done.stderr[-LOG_CHARS:], file=sys.stderr)
+    if done.returncode:
+        calls.append(Call("the script", f"it ended with {done.returncode}"))
+    return calls or [Call("the script", "it reported no call")]
+
+
+def table(results: dict[str, list[Call]]) -> str:
+    """The table of docs/openai.md."""
+    lines = ["| client | version | calls |", "| --- | --- | --- |"]
+    for name, calls in results.items():
+        done = [call.name for call in calls if call.error is None]
+        failed = [f"**fails: {call.name}**" for call in calls if call.error is not None]
+        lines.append(f"| {name} | {version_of(CLIENTS[name])} | {'; '.join([*done, *failed])} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run them; the exit code is 1 if a call failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--client", action="append", choices=CLIENTS, help="repeatable")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/openai.md")
+    arguments = parser.parse_args()
+    results: dict[str, list[Call]] = {}
+    with served() as (url, model):
+        for name in arguments.client or CLIENTS:
+            try:
+                results[name] = calls_of(name, url, model)
+            except UnavailableError as error:
+                print(f"skipped {name}: {error}")
+                continue
+            for call in results[name]:
+                print(f"{'FAIL' if call.error else 'ok  '}  {name}: {call.name}", flush=True)
+                if call.error:
+                    print(f"      {call.error}")
+    if arguments.write:
+        text = PAGE.read_text()
+        before, after = text.partition(START)[0], text.partition(END)[2]
+        PAGE.write_text(f"{before}{START}\n\n{table(results)}\n\n{END}{after}")
+    return int(any(call.error for calls in results.values() for call in calls))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
