@@ -18,6 +18,7 @@ from typing import Any, Final
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.schema import Fields
+from vlm_worker.gateway.closed_schema import MAPS, VALUES, closed
 
 MAX_NAME: Final = 64
 MAX_DESCRIPTION: Final = 4096
@@ -82,7 +83,7 @@ def of_schema(schema: Any, path: str) -> Grammar:
     if _OPTIONS in schema:
         raise _keyword(path, (_OPTIONS,), "is not supported")
     options = {"whitespace_pattern": WHITESPACE}
-    grammar = {"grammars": [{"json_schema": {**schema, _OPTIONS: options}}]}
+    grammar = {"grammars": [{"json_schema": {**closed(schema), _OPTIONS: options}}]}
     return validated(json.dumps(grammar, separators=(",", ":")), path, schema=schema)
 
 
@@ -140,11 +141,6 @@ _REASONS: Final = (
     (r"float range|integer range", "minimum", "and 'maximum' have a range that is not supported"),
 )  # fmt: skip
 
-_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords whose value has schemas by a name that is no keyword."""
-_VALUES: Final = frozenset({"enum", "const", "default", "examples"})
-"""Keywords whose value has no schema."""
-
 
 def _keyword(path: str, where: tuple[str, ...], reason: str) -> ApiError:
     full = ".".join((path, *where))
@@ -176,8 +172,8 @@ def _places(
     if keyword in schema:
         yield (*path, keyword), schema[keyword]
     for name, one in schema.items():
-        if name in _MAPS and isinstance(one, dict):
+        if name in MAPS and isinstance(one, dict):
             for key, part in one.items():
                 yield from _places(part, keyword, (*path, name, key))
-        elif name not in _VALUES:
+        elif name not in VALUES:
             yield from _places(one, keyword, (*path, name))

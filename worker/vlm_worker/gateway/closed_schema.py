@@ -1,0 +1,85 @@
+"""Objects of a schema that name properties have no others, unless the schema speaks of others.
+
+JSON Schema allows any further property. A model that writes one token at a time may then add
+properties until the answer's limit, and few callers expect them: a function's arguments with a
+further name are an error in most languages. vLLM's default grammar allows none either. Each value
+that a closed schema accepts is a value of the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords whose value has schemas by a name that is no keyword."""
+VALUES: Final = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose value has no schema."""
+_COMBINE: Final = ("allOf", "anyOf", "oneOf", "$ref")
+_OTHERS: Final = (
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "enum", "const",
+)  # fmt: skip
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with `additionalProperties: false` in each object that names its properties.
+
+    The schema stays as it is if parts of it combine for one object: properties that one part names
+    would be others of another part.
+    """
+    if any(_combines(part) for part in _parts(schema)):
+        return schema
+    found: Mapping[str, Any] = _closed(schema)
+    return found
+
+
+def _closed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_closed(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    parts = {
+        name: {key: _closed(one) for key, one in held.items()}
+        if name in MAPS and isinstance(held, dict)
+        else held
+        if name in VALUES
+        else _closed(held)
+        for name, held in value.items()
+    }
+    return parts | {"additionalProperties": False} if _closes(value) else parts
+
+
+def _closes(schema: Mapping[str, Any]) -> bool:
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not properties or not isinstance(required, list):
+        return False
+    least = schema.get("minProperties", 0)
+    return (
+        not any(name in schema for name in _OTHERS)
+        and all(isinstance(name, str) and name in properties for name in required)
+        and isinstance(least, int)
+        and least <= len(properties)
+    )
+
+
+def _combines(schema: Mapping[str, Any]) -> bool:
+    """Whether more than one part of a schema describes the same value."""
+    every = schema.get("allOf")
+    beside = ("properties" in schema) + sum(name in schema for name in _COMBINE)
+    return beside > 1 or (isinstance(every, list) and len(every) > 1)
+
+
+def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Each schema in a schema."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _parts(one)
+    if not isinstance(value, dict):
+        return
+    yield value
+    for name, held in value.items():
+        if name in MAPS and isinstance(held, dict):
+            for one in held.values():
+                yield from _parts(one)
+        elif name not in VALUES:
+            yield from _parts(held)
