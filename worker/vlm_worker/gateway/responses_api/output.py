@@ -68,9 +68,11 @@ class Output:
     def _said(self, name: str, value: Any) -> list[Event]:
         if name == Kind.CALLS.value:
             return [event for call in value for event in self._call(call)]
-        tokens = self._tokens.take(value) if self._tokens is not None else []
         if name == Kind.CONTENT.value:
+            tokens = self._tokens.take(value) if self._tokens is not None else ()
             return self._text(_Message, value, tokens)
+        if self._tokens is not None:
+            self._tokens.skip(value)
         return self._text(_Reasoning, value, ())
 
     def _text(
@@ -287,31 +289,41 @@ class _TokenTexts:
         self._tokens += piece.tokens
 
     def take(self, said: str) -> list[ChosenToken]:
-        """Return the tokens of a part of the text, and forget them and those before."""
-        at = self._text.rfind(said)  # the last one: what precedes a part may contain its text
-        if at < 0:
-            tokens, self._tokens = self._tokens, []
-            self._forget(len(self._text))
-            return tokens
-        begin, end = self._begin + at, self._begin + at + len(said)
-        ends = [*(token.offset for token in self._tokens[1:]), self._begin + len(self._text)]
+        """Return the tokens of a message's text, and forget them and those before."""
+        begin, end = self._find(said)
         taken = [
             token
-            for token, until in zip(self._tokens, ends, strict=True)
+            for token, until in self._placed()
             if token.offset < end and (until > begin or token.offset >= begin)
         ]
-        self._tokens = [token for token in self._tokens if token.offset >= end]
-        self._forget(at + len(said))
+        self._forget(end, [token for token, _ in self._placed() if token.offset >= end])
         return taken
+
+    def skip(self, said: str) -> None:
+        """Forget a text that is no message's; its last token may also be of what follows."""
+        _, end = self._find(said)
+        self._forget(end, [token for token, until in self._placed() if until > end])
 
     def drop(self) -> None:
         """Forget all text so far: it is no message's."""
-        self._tokens = []
-        self._forget(len(self._text))
+        self._forget(self._begin + len(self._text), [])
 
-    def _forget(self, num_characters: int) -> None:
-        self._text = self._text[num_characters:]
-        self._begin += num_characters
+    def _find(self, said: str) -> tuple[int, int]:
+        """Return the offsets of a text: its last place, because an anchor before may contain it."""
+        at = self._text.rfind(said)
+        if at < 0:
+            return self._begin, self._begin + len(self._text)
+        return self._begin + at, self._begin + at + len(said)
+
+    def _placed(self) -> list[tuple[ChosenToken, int]]:
+        """Return the tokens, each with the offset at which its text ends."""
+        ends = [token.offset for token in self._tokens[1:]]
+        ends += [self._begin + len(self._text)] * (len(self._tokens) - len(ends))
+        return list(zip(self._tokens, ends, strict=True))
+
+    def _forget(self, end: int, kept: list[ChosenToken]) -> None:
+        self._text = self._text[end - self._begin :]
+        self._begin, self._tokens = end, kept
 
 
 def _part_event(name: str, **fields: Any) -> Event:
