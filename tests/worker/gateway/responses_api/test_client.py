@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import random
 import shutil
 from collections.abc import AsyncIterator
@@ -24,7 +25,10 @@ from worker.gateway.responses_api.folding import response_of, told, valid_respon
 from worker.gateway.stack import EPD, MODEL, ONE_PROCESS, Stack, client, stack, stack_of
 
 from vlm_worker.gateway import endpoint
+from vlm_worker.gateway.api.errors import ApiError
+from vlm_worker.gateway.body import read_json
 from vlm_worker.gateway.memory import Kind
+from vlm_worker.gateway.turns import at_once
 from vlm_worker.settings import ModelSource
 from vlm_worker.types import Role
 
@@ -404,3 +408,26 @@ async def test_what_an_answer_repeats_counts_for_the_gateway_s_memory() -> None:
     assert answer.json()["instructions"] == long
     chat, responses = used
     assert chat + len(long) < responses < chat + len(long) + 400
+
+
+async def test_the_log_names_the_endpoint(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with stack(*EPD) as served, client(served) as api:
+        await api.responses.create(**body(metadata={"a": "b"}, user="u"))
+        await api.chat.completions.create(model="shapes", messages=[ask("hi")], max_tokens=2)
+        await served.gateway.context.idle.wait()
+    lines = [record for record in caplog.records if record.getMessage() == "request"]
+    assert [record.endpoint for record in lines] == ["responses", "chat"]  # type: ignore[attr-defined]
+    assert lines[0].labels == {"user": "u", "metadata": {"a": "b"}}  # type: ignore[attr-defined]
+
+
+def test_a_long_image_is_taken_out_of_the_body_under_either_name() -> None:
+    """So it does not count for the limit of the text, and is not copied."""
+    url = f"data:image/png;base64,{'A' * 5 * 2**20}"
+    text = json.dumps({"a": {"image_url": url}, "b": {"url": url}, "c": "image_url"}).encode()
+    parsed = at_once(read_json(text))
+    assert [bytes(image) for image in parsed.images.values()] == [url.encode()] * 2
+    assert [parsed.value["a"]["image_url"], parsed.value["b"]["url"]] == list(parsed.images)
+    for name in ("image__url", "simage_url", "url_image_"):
+        with pytest.raises(ApiError, match="Without its images"):
+            at_once(read_json(json.dumps({name: url}).encode()))

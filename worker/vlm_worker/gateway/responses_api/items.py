@@ -54,7 +54,10 @@ def messages_of(value: Any, instructions: str | None, paths: Paths) -> Steps[lis
     for index, item in enumerate(value):
         yield from messages.item(f"input[{index}]", item)
         yield
-    return messages.done()
+    written = messages.done()
+    if not written:
+        raise invalid("'input' has no item that the model reads.", param="input")
+    return written
 
 
 @dataclasses.dataclass(slots=True)
