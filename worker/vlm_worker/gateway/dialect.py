@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.responses import ResponseWriter
 from vlm_worker.gateway.turns import Steps
+
+Kind = Literal["chat", "completion"]
+"""What an endpoint generates."""
 
 
 class Dialect:

@@ -21,7 +21,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from vlm_worker.errors import InvalidImageError, WorkerError
 from vlm_worker.gateway.api import errors
@@ -30,7 +30,7 @@ from vlm_worker.gateway.api.requests import Options
 from vlm_worker.gateway.body import BodyBytes, Receive, read_body, timeout_of, until_disconnect
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.detokenization import TextAssembler
-from vlm_worker.gateway.dialect import Dialect
+from vlm_worker.gateway.dialect import Dialect, Kind
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, MemoryReservation
 from vlm_worker.gateway.orchestrate.generation import (
@@ -86,10 +86,7 @@ class Endpoint:
     """An ASGI application for one path."""
 
     def __init__(
-        self,
-        context: GatewayContext,
-        kind: Literal["chat", "completion"],
-        dialect: type[Dialect] = Dialect,
+        self, context: GatewayContext, kind: Kind, dialect: type[Dialect] = Dialect
     ) -> None:
         self._context = context
         self._dialect = dialect
@@ -161,9 +158,7 @@ class Endpoint:
             texts: list[str] = []
             follows = prepared.next_turn is not None and options.num_choices == 1
             on_text = texts.append if follows else None
-            writer = self._writer(
-                response, options, prepared, trace, exchange.dialect, on_text=on_text
-            )
+            writer = self._writer(response, options, prepared, trace, exchange.dialect, on_text)
             images = prepared.images
             tiers = [image.choice.tier for image in images]
             context.meters.record_images(tiers, sum(image.num_tokens for image in images))
@@ -217,7 +212,6 @@ class Endpoint:
         prepared: PreparedRequest,
         trace: Trace,
         dialect: Dialect,
-        *,
         on_text: Callable[[str], object] | None,
     ) -> ResponseWriter:
         builder, form = self._context.prompt_builder, prepared.answer_form
