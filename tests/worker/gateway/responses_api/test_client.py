@@ -238,15 +238,22 @@ async def test_functions_are_called_and_answered(talking: Stack) -> None:
         calls = [item for item in first.output if item.type == "function_call"]
         assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
         assert [item.type for item in streamed.output] == [item.type for item in first.output]
+        assert streamed.output[1].type == "function_call"
+        assert streamed.output[1].parsed_arguments is None
         results = [
             {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
             for call in calls
         ]
         tell(talking, "It is sunny.")
-        second = await api.responses.create(
-            **scripted(input=[{"role": "user", "content": "hi"}, *first.output, *results],
-                       tools=FLAT)
-        )  # fmt: skip
+        items = [{"role": "user", "content": "hi"}, *first.output, *results]
+        second = await api.responses.create(**scripted(input=items, tools=FLAT))
+        again = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+            for item in streamed.output
+            if item.type == "function_call"
+        ]
+        items = [{"role": "user", "content": "hi"}, *streamed.output, *again]
+        third = await api.responses.create(**scripted(input=items, tools=FLAT))
         nested = [
             {"type": "function", "function": {"name": n, "parameters": s}} for n, s in TOOLS.items()
         ]
@@ -263,7 +270,7 @@ async def test_functions_are_called_and_answered(talking: Stack) -> None:
             ],
         )  # fmt: skip
     assert second.output_text == "It is sunny." == chat.choices[0].message.content
-    assert second.usage.input_tokens == chat.usage.prompt_tokens
+    assert second.usage.input_tokens == chat.usage.prompt_tokens == third.usage.input_tokens
     assert [tool.name for tool in second.tools] == list(TOOLS)
 
 
@@ -349,7 +356,7 @@ async def test_an_error_within_the_stream_is_its_last_event() -> None:
         events = await events_of(
             served, headers={"X-Request-Timeout": "1"}, **body(max_output_tokens=500)
         )
-        response = response_of_failed(events)
+        response = response_of(events)
         assert response["error"]["code"] == "server_error"
         assert "X-Request-Timeout" in response["error"]["message"]
         assert response["output"][0]["status"] == "incomplete"
@@ -363,14 +370,32 @@ async def test_an_error_within_the_stream_is_its_last_event() -> None:
         await served.until_idle()
 
 
-def response_of_failed(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response of a stream that fails; its open item has no end."""
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[-1]["type"] == "response.failed"
-    response: dict[str, Any] = events[-1]["response"]
-    valid_response(response)
-    assert response["status"] == "failed"
-    return response
+async def test_a_stream_that_only_waited_fails_without_an_item(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "PING_SECONDS", 0.1)
+    async with stack(*EPD, worker_delays={"prefill": 5.0}) as served:
+        events = await events_of(served, headers={"X-Request-Timeout": "1"}, **body())
+        response = response_of(events)
+        assert (response["status"], response["output"]) == ("failed", [])
+        assert len(events) == 3
+        await served.until_idle()
+
+
+async def test_a_client_that_leaves_frees_every_pod() -> None:
+    async with stack(*EPD) as served, client(served) as api:
+        for worker in served.of(Role.DECODE):
+            worker.runner.faults.step_seconds = 0.05
+        stream = await api.responses.create(**body(max_output_tokens=500), stream=True)
+        seen = 0
+        async for event in stream:
+            seen += event.type == "response.output_text.delta"
+            if seen == 3:
+                break
+        await stream.close()
+        async with asyncio.timeout(30):
+            await served.gateway.context.idle.wait()
+        await served.until_idle(timeout=10)
 
 
 async def test_a_ping_begins_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,12 +108,12 @@ class ResponsesWriter(ResponseWriter):
         return b"".join(one + b"\n\n" for one in written)
 
     def _failed(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that fails."""
-        self._output.end(is_cut=True)
+        """Return the last events of a stream that fails: those of an open item, and the error."""
+        events = self._output.end(is_cut=True) if self._output.items else []
         body = self._body("failed") | {
             "error": {"code": _code_of(error), "message": error.message, "param": error.param}
         }
-        return self._events([{"type": "response.failed", "response": body}])
+        return self._events([*events, {"type": "response.failed", "response": body}])
 
     def _body(self, status: str) -> dict[str, Any]:
         """Return the response object as it is now."""
