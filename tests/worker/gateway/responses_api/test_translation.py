@@ -378,3 +378,14 @@ def test_whatever_is_sent_it_is_a_chat_or_a_400_that_names_a_field_of_the_client
     assert body == before
     assert isinstance(request_, ChatRequest)
     msgspec.json.encode(written)
+
+
+def test_a_long_name_of_the_client_in_an_error_costs_no_more_than_its_length() -> None:
+    """A path of a schema has names that the client chose; a quadratic search would time out."""
+    name = ".'x.y' [" * 250_000
+    paths = Paths()
+    path = f"response_format.json_schema.schema.properties.{name}"
+    error = paths.renamed(ApiError(400, f"'{path}' is not supported.", param=path))
+    assert error.param == f"text.format.schema.properties.{name}"
+    assert error.message.startswith("'text.format.schema.properties.")
+    assert error.message.endswith(f"{name[-100:]}' is not supported.")

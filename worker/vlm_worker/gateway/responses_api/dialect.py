@@ -34,7 +34,7 @@ class ResponsesDialect(Dialect):
             self._own = error
             raise
         self._repeated = result.repeated
-        self.num_bytes = result.repeated.num_bytes
+        self.num_bytes = result.repeated.num_bytes + self._paths.num_bytes
         return result.chat
 
     def renamed(self, error: ApiError) -> ApiError:

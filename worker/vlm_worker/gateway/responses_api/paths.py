@@ -20,6 +20,10 @@ _FIXED: Final = {
     "tool_choice.function": "tool_choice",
     "image_url.url": "image_url",
 }
+# Longer than each name of a part. What follows it in a path or message are names of the client.
+_MAX_NAME: Final = 128
+_MAX_MESSAGE: Final = 4096
+_ENTRY_BYTES: Final = 256  # two strings and their place in the dict
 _BOUNDARY: Final = re.compile(r"[.\[]")
 # An image and a function are objects of their own in a chat.
 _FLAT: Final = (
@@ -35,13 +39,19 @@ class Paths:
     def __init__(self) -> None:
         self._places = dict(_FIXED)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the names take."""
+        return (len(self._places) - len(_FIXED)) * _ENTRY_BYTES
+
     def put(self, chat: str, ours: str) -> None:
         """Note that the part `chat` of the chat comes from `ours`, and so do the parts in it."""
         self._places[chat] = ours
 
     def of(self, path: str) -> str:
         """Return the client's name of a part of the chat."""
-        ends = [len(path), *(found.start() for found in _BOUNDARY.finditer(path))]
+        ends = [found.start() for found in _BOUNDARY.finditer(path, 0, _MAX_NAME)]
+        ends += [len(path)] if len(path) <= _MAX_NAME else []
         for end in sorted(ends, reverse=True):
             ours = self._places.get(path[:end])
             if ours is not None:
@@ -50,7 +60,8 @@ class Paths:
 
     def renamed(self, error: ApiError) -> ApiError:
         """Return an error of the chat path with the client's names in `param` and message."""
-        message = _QUOTED.sub(lambda m: f"{m[1]}{self.of(m[2])}{m[1]}", error.message)
+        first, rest = error.message[:_MAX_MESSAGE], error.message[_MAX_MESSAGE:]
+        message = _QUOTED.sub(lambda m: f"{m[1]}{self.of(m[2])}{m[1]}", first) + rest
         return ApiError(
             error.status,
             message,
@@ -61,6 +72,8 @@ class Paths:
 
 
 def _flat(rest: str) -> str:
+    if len(rest) > _MAX_NAME:
+        return rest
     for pattern, names in _FLAT:
         if found := pattern.search(rest):
             return rest[: found.start()] + names[found[1]]
