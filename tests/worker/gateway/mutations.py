@@ -32,6 +32,41 @@ GOOD: tuple[dict[str, Any], ...] = (
         stream_options={"include_usage": True},
     ),
     {"model": "shapes", "prompt": "A red", "max_tokens": 3},
+    {
+        "model": "shapes",
+        "instructions": "Be brief.",
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "What is this?"},
+                    {"type": "input_image", "image_url": data_url(png(size=(28, 28)))},
+                ],
+            },
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "Hm."}],
+            },
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "x"},
+        ],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "text": {"format": {"type": "json_object"}},
+        "reasoning": {"summary": "auto"},
+        "stream": True,
+    },
+    {
+        "model": "shapes",
+        "input": "hi",
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "f"}],
+        },
+    },
 )
 
 NASTY: tuple[Any, ...] = (
@@ -51,6 +86,7 @@ TYPES = (b"application/json",) * 60 + (
     b"application/json; charset=\xff",
 )
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 def sources() -> list[dict[str, Any]]:
@@ -75,8 +111,9 @@ def requests(rng: random.Random, count: int) -> Iterator[tuple[str, bytes, list[
         if rng.random() < 0.2:
             data = _damaged_bytes(data, rng)
         headers = [(b"content-type", rng.choice(TYPES)), (b"host", b"x")]
-        likely, other = (COMPLETIONS, CHAT) if "prompt" in tree else (CHAT, COMPLETIONS)
-        yield likely if rng.random() < 0.95 else other, data, headers
+        likely = COMPLETIONS if "prompt" in tree else RESPONSES if "input" in tree else CHAT
+        any_path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
+        yield likely if rng.random() < 0.95 else any_path, data, headers
 
 
 def _damage_tree(tree: dict[str, Any], rng: random.Random) -> None:

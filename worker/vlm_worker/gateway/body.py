@@ -5,7 +5,7 @@ read_body ─▶ bytes ─▶ read_json ─▶ values, and long data URLs as vie
     {"model":"m", ... "url":"data:image/png;base64,iVBOR..."}       up to 32 MiB
     {"model":"m", ... "url":"6f2c...1a.0"}    6f2c...1a.0 -> view   up to 4 MiB, and the images
 
-Only long data URLs that are values of a key "url" are taken out. The rest is parsed.
+Only long data URLs that are values of a key "url" or "image_url" are taken out. The rest is parsed.
 
 The decoder rejects duplicate keys, NaN, lone surrogates and deep nesting. Parsers differ on them,
 so another parser may have validated a different request. The decoder counts values before it
@@ -198,7 +198,7 @@ _PIECE = 16 * 1024
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _OPENING = b'"data:'
-_URL_KEY = re.compile(rb'"url"[ \t\r\n]*:[ \t\r\n]*\Z')
+_URL_KEY = re.compile(rb'"(?:image_)?url"[ \t\r\n]*:[ \t\r\n]*\Z')
 _KEY_BYTES = 64
 _BACKSLASH = 0x5C
 # Searching this many bytes takes a fraction of a millisecond.

@@ -1,4 +1,4 @@
-"""One request of `/v1/chat/completions` or `/v1/completions`, from its body to its last event.
+"""One request of chat completions, completions or responses, from its body to its last event.
 
 A request ends when it is complete, its client leaves, its deadline passes, or the gateway drains.
 With `n` choices, the first starts and the others follow after its first token:
@@ -21,7 +21,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from vlm_worker.errors import InvalidImageError, WorkerError
 from vlm_worker.gateway.api import errors
@@ -30,6 +30,7 @@ from vlm_worker.gateway.api.requests import Options
 from vlm_worker.gateway.body import BodyBytes, Receive, read_body, timeout_of, until_disconnect
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.detokenization import TextAssembler
+from vlm_worker.gateway.dialect import Dialect, Kind
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, MemoryReservation
 from vlm_worker.gateway.orchestrate.generation import (
@@ -72,6 +73,7 @@ class _Exchange:
     client_request_id: str
     traceparent: str
     held: MemoryReservation
+    dialect: Dialect
     arrived: float
     outcome: str = "error"
     options: Options | None = None
@@ -83,8 +85,11 @@ class _Exchange:
 class Endpoint:
     """An ASGI application for one path."""
 
-    def __init__(self, context: GatewayContext, kind: Literal["chat", "completion"]) -> None:
+    def __init__(
+        self, context: GatewayContext, kind: Kind, dialect: type[Dialect] = Dialect
+    ) -> None:
         self._context = context
+        self._dialect = dialect
         self._kind = kind
         self._shape = ChatShape() if kind == "chat" else CompletionShape()
 
@@ -97,6 +102,7 @@ class Endpoint:
             state["client_request_id"],
             state["traceparent"],
             self._context.hold_memory(state["tenant"]),
+            self._dialect(),
             arrived=self._context.clock(),
         )
         response = Response(send)
@@ -105,7 +111,8 @@ class Endpoint:
         try:
             await self._exchange(exchange, scope, receive, response)
             exchange.outcome = "ok"
-        except ApiError as error:
+        except ApiError as refusal:
+            error = exchange.dialect.renamed(refusal)
             exchange.outcome, exchange.reason = error.outcome, error.message
             await response.fail(error)
         except ClientGoneError as error:
@@ -147,11 +154,11 @@ class Endpoint:
                 lambda work: run_until_ended(work, ends=self._ends(receive, trace, until)),
             )
             exchange.options = options
-            held.prepared(prepared.num_bytes)
+            held.prepared(prepared.num_bytes + exchange.dialect.num_bytes)
             texts: list[str] = []
             follows = prepared.next_turn is not None and options.num_choices == 1
             on_text = texts.append if follows else None
-            writer = self._writer(response, options, prepared, trace, on_text=on_text)
+            writer = self._writer(response, options, prepared, trace, exchange.dialect, on_text)
             images = prepared.images
             tiers = [image.choice.tier for image in images]
             context.meters.record_images(tiers, sum(image.num_tokens for image in images))
@@ -191,6 +198,7 @@ class Endpoint:
             self._kind,
             context.config_watcher.now.config,
             held=exchange.held,
+            dialect=exchange.dialect,
             request_id=exchange.request_id,
             tenant=exchange.tenant,
             trace=trace,
@@ -203,7 +211,7 @@ class Endpoint:
         options: Options,
         prepared: PreparedRequest,
         trace: Trace,
-        *,
+        dialect: Dialect,
         on_text: Callable[[str], object] | None,
     ) -> ResponseWriter:
         builder, form = self._context.prompt_builder, prepared.answer_form
@@ -214,7 +222,7 @@ class Endpoint:
             model=options.model,
             include_usage=options.include_usage,
         )
-        return ResponseWriter(
+        return dialect.writer(prepared)(
             response,
             envelope,
             stream=options.stream,
@@ -266,7 +274,7 @@ class Endpoint:
                 "request_id": exchange.request_id,
                 "client_request_id": exchange.client_request_id,
                 "tenant": exchange.tenant,
-                "endpoint": self._kind,
+                "endpoint": self._dialect.name or self._kind,
                 "outcome": exchange.outcome,
                 "reason": exchange.reason,
                 "num_output_tokens": choices.num_output_tokens if choices else 0,

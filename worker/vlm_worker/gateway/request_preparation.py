@@ -29,6 +29,7 @@ from vlm_worker.gateway.api.requests import (
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.conversation import Conversation, client_texts
+from vlm_worker.gateway.dialect import Dialect
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
 from vlm_worker.gateway.grammar_checks import GrammarChecks
@@ -87,6 +88,7 @@ class Preparer:
         kind: Literal["chat", "completion"],
         config: Config,
         *,
+        dialect: Dialect,
         held: MemoryReservation,
         request_id: str,
         tenant: str,
@@ -97,7 +99,7 @@ class Preparer:
 
         The result holds no reference to the body. `held` counts the body's bytes and its values,
         and the images that are fetched. `trace` gets the time of the fetches, and `guard` ends
-        them if the request ends.
+        them if the request ends. `dialect` makes a chat of the body.
 
         Raises:
             ApiError: the request is invalid; the error names the field.
@@ -105,7 +107,7 @@ class Preparer:
         """
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
-            parsed, chat = await self.turns.run(self._read_chat(body, held))
+            parsed, chat = await self.turns.run(self._read_chat(body, held, dialect))
             if chat.options.sampling.grammar is not None:
                 await self.grammar_checks.check(chat.options.sampling.grammar)
             fetched = await self._fetch(chat, config, held, trace, guard)
@@ -116,10 +118,10 @@ class Preparer:
         return await self.completion(completion, config, **ids), completion.options
 
     def _read_chat(
-        self, body: BodyBytes, held: MemoryReservation
+        self, body: BodyBytes, held: MemoryReservation, dialect: Dialect
     ) -> Steps[tuple[JsonBody, ChatRequest]]:
-        parsed = yield from read_json(body, held.decode)
-        request = yield from parse_chat(parsed.value)
+        parsed = yield from read_json(body, lambda b, v: held.decode(b, v * dialect.num_copies))
+        request = yield from parse_chat((yield from dialect.translate(parsed.value)))
         _check_urls(parsed, request.images)
         self.check_model(request.options.model)
         return parsed, request

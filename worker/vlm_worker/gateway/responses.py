@@ -35,11 +35,15 @@ class ClientGoneError(Exception):
 
 
 class Response:
-    """The HTTP response. It starts with the first byte, so that earlier errors set the status."""
+    """The HTTP response. It starts with the first byte, so that earlier errors set the status.
+
+    `failure` writes the last event of a stream that fails; the writer of the answer may set it.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self.failure = _error_event
 
     async def write(self, body: bytes) -> None:
         """Send bytes of an event stream; start it if necessary."""
@@ -69,7 +73,7 @@ class Response:
         """
         try:
             if self.started:
-                await self.write(event(error.body))
+                await self.write(self.failure(error))
                 await self.end()
             else:
                 await self.whole(error.status, encode(error.body), error.headers)
@@ -382,6 +386,10 @@ class Envelope:
 def event(body: dict[str, Any]) -> bytes:
     """Return `body` as a server-sent event."""
     return b"data: " + encode(body) + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return event(error.body)
 
 
 def _choice(

@@ -61,6 +61,11 @@ class MessageReader:
         """Whether the answer needs no more tokens."""
         return self._parser.done
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._parser.in_reasoning
+
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Add text; return the deltas that may be sent."""
         return self._deltas(self._parser.feed(text))
