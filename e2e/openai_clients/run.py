@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from openai_clients.clients import CLIENTS, UnavailableError, command_of, version_of
@@ -52,38 +52,27 @@ def served() -> Iterator[tuple[str, Path]]:
         model = Path(folder) / "model"
         shutil.copytree(MODEL, model)
         shutil.copy(Path(__file__).with_name("chat_template.jinja"), model)
-        server = subprocess.Popen(
-            [
-                *tied(
-                    [
-                        sys.executable,
-                        "-m",
-                        "vlm_worker",
-                        "serve",
-                        model,
-                        "--served-name=shapes",
-                        "--port=0",
-                    ]
-                )
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            yield _url(server), model
-        finally:
-            server.terminate()
-            server.wait()
+        command = [
+            sys.executable, "-m", "vlm_worker", "serve", model, "--served-name=shapes", "--port=0",
+        ]  # fmt: skip
+        with subprocess.Popen(tied(command), stderr=subprocess.PIPE, text=True) as server:
+            assert server.stderr is not None
+            reader = threading.Thread(target=server.stderr.read)  # it never waits to print
+            try:
+                url = _url(server.stderr)
+                reader.start()
+                yield url, model
+            finally:
+                server.terminate()
+                if reader.ident is not None:
+                    reader.join()
 
 
-def _url(server: subprocess.Popen[str]) -> str:
-    """Where it serves. A thread goes on to read what it prints, so that it never waits to print."""
-    assert server.stderr is not None
+def _url(lines: Iterable[str]) -> str:
     told = []
-    for line in server.stderr:
+    for line in lines:
         told.append(line)
         if found := re.search(r"is served at (\S+);", line):
-            threading.Thread(target=server.stderr.read, daemon=True).start()
             return found[1]
     raise RuntimeError(f"the server ended: {''.join(told)[-LOG_CHARS:]}")
 
