@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from worker.model.test_pyramid import checkpoint, images_of
 
 from vlm_kernels.native_layers import has_layers
 from vlm_worker.model.loader import load_model
+from vlm_worker.model.memory import WorkSizes
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.model.vision import Embedding
 from vlm_worker.reduction import Method, Reduction
@@ -86,3 +88,28 @@ def test_an_image_without_scores_uses_the_cache_beside_one_with_scores(
     encoded(runner, [batch[number] for number in order])
     assert runner.windows.num_hits == num_windows, "a whole image did not use the cache"
     assert runner.windows.num_misses == num_windows, "an image with scores used the cache"
+
+
+def test_the_declared_memory_has_the_cache_of_windows(windowed: Path) -> None:
+    sizes = WorkSizes(num_visual_tokens=4096)
+    plain, cached = (runner_of(windowed, "float32", num_bytes) for num_bytes in (0, CACHE_BYTES))
+    assert cached.work_bytes(sizes) - plain.work_bytes(sizes) == CACHE_BYTES
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("permille", [None, 1000])
+def test_a_call_with_the_cache_copies_patches_once(
+    windowed: Path, permille: int | None, is_warm: bool
+) -> None:
+    """`encode_bytes` has the bytes of two copies: this one, and one in the type of the model."""
+    images = images_of(windowed, permille) * 16
+    runner = runner_of(windowed, "float32")
+    encoded(runner, images_of(windowed, permille)[: 2 * is_warm])
+    num_bytes = sum(image.patches.nbytes for image in images)
+    tracemalloc.start()
+    try:
+        encoded(runner, images)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes <= peak < 1.4 * num_bytes
