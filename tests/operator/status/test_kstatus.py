@@ -144,29 +144,22 @@ def test_a_first_rollout_that_is_broken_ends_as_failed_with_cause_and_fix(case: 
 
 SCALES = {
     "layers": "Int8",
-    "activationScales": {
-        "configMapKeyRef": {"name": "scales", "key": "scales.json"},
-        "sha256": "0f" * 32,
-    },
+    "activationScales": {"configMapKeyRef": {"name": "scales", "key": "k"}, "sha256": "0f" * 32},
 }
 
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_scales_in_a_config_map_that_is_missing_are_reported_with_their_field(is_running: bool):
     """Of a new service, and of one that runs without scales: kubelet mounts no volume."""
-    plain = body(decode=pool())
-    spec = {"model": {**plain["spec"]["model"], "weights": SCALES}}
-    world = World(plain if is_running else body(spec, decode=pool()))
-    world.turn()
+    world = World(body(decode=pool()))
     if is_running:
+        world.turn()
         run_controllers(world.cluster)
         world.converge()
         assert rps(world) == "T/F/F"
-        before = {item["metadata"]["name"] for item in pods(world, "decode")}
-        world.apply(body(spec, decode=pool()))
-        world.turn()
-    else:
-        before = set()
+    before = {item["metadata"]["name"] for item in pods(world, "decode")}
+    world.apply(body({"model": {"uri": "pvc://shapes", "weights": SCALES}}, decode=pool()))
+    world.turn()
     run_controllers(
         world.cluster, start=lambda item: item["metadata"]["labels"][names.LABEL_ROLE] != "decode"
     )
