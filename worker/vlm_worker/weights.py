@@ -20,6 +20,8 @@ Part = Literal["encoder", "merger", "layers", "head"]
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 AUTO: Final = "auto"
 TYPES: Final = (AUTO, "int8", "int4")
+SCALES_DIGITS: Final = 12
+"""The first digits of the sha256 of a file of scales that a label has."""
 
 
 def canonical(text: str) -> str:
@@ -52,6 +54,39 @@ def canonical(text: str) -> str:
 def names_parts(text: str) -> bool:
     """Whether a value names parts, so that each of them must be rounded."""
     return "=" in text
+
+
+def label(text: str, allowed: Collection[Part], *, dtype: str, scales_sha256: str = "") -> str:
+    """What a worker publishes about its weights, at most 64 characters (`annotations.MAX_LABEL`).
+
+    Equal for equal weights, however `text` names them: one type if all parts that may be rounded
+    have it; if all four parts are named, the type of most of them, then the other parts.
+
+    Args:
+        text: a value of `--weights`.
+        allowed: the parts that the family rounds.
+        dtype: the type of the computation, which is the label of `auto`.
+        scales_sha256: of the file of scales of int8 layers' inputs; empty without one.
+
+    Raises:
+        ValueError: as `canonical`.
+    """
+    scaled = f";activations={scales_sha256[:SCALES_DIGITS]}" if scales_sha256 else ""
+    return _types_label(canonical(text), allowed, dtype) + scaled
+
+
+def _types_label(chosen: str, allowed: Collection[Part], dtype: str) -> str:
+    if chosen == AUTO:
+        return dtype
+    if not names_parts(chosen):
+        return chosen
+    types = dict(item.split("=") for item in chosen.split(","))
+    kinds = list(types.values())
+    most = max(TYPES, key=kinds.count)  # of two that are as many, the first of TYPES
+    if len(types) == len(PARTS) or (len(set(kinds)) == 1 and types.keys() == set(allowed)):
+        others = [f"{part}={kind}" for part, kind in types.items() if kind != most]
+        return ",".join([most, *others])
+    return chosen
 
 
 def rounded_types(text: str, allowed: Collection[Part]) -> dict[Part, str]:

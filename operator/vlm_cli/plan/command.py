@@ -199,7 +199,8 @@ def _service(before: Service | None, model: Path, **given: str | None) -> Servic
         directory = model.resolve() if model.is_dir() else model.resolve().parent
         default = given["name"] or _default_name(directory)
         before = Service(name=default, uri=f"pvc://{default}")
-    service = dataclasses.replace(before, **{k: v for k, v in given.items() if v is not None})
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    service = dataclasses.replace(before, **changed)
     service.check()
     return service
 

@@ -38,6 +38,18 @@ _DTYPE_FIELD: Final = {
 
 
 @dataclasses.dataclass(frozen=True)
+class ScalesRef:
+    """`model.weights.activationScales`: a ConfigMap, its key, and the sha256 of the file."""
+
+    name: str
+    key: str
+    sha256: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"configMapKeyRef": {"name": self.name, "key": self.key}, "sha256": self.sha256}
+
+
+@dataclasses.dataclass(frozen=True)
 class Service:
     """The identity of the planned service.
 
@@ -45,6 +57,7 @@ class Service:
         dtype: replaces that of the checkpoint; None keeps it.
         kv_dtype: of the KV cache: `auto` is that of the activations.
         weights: as the worker's --weights.
+        scales: of the inputs of int8 layers; None without any.
     """
 
     name: str
@@ -53,6 +66,7 @@ class Service:
     dtype: str | None = None
     kv_dtype: str = "auto"
     weights: str = "auto"
+    scales: ScalesRef | None = None
 
     def check(self) -> None:
         """Raise PlanError for what the API server's rules refuse."""
@@ -66,10 +80,18 @@ class Service:
             raise PlanError(f"--uri: {self.uri!r} is no {forms}")
         if self.uri.startswith("hf://") and self.revision is None:
             raise PlanError(f"--revision: is required for {self.uri}: write the commit to serve")
+        has_int8 = any(type_of(part, self.weights) == "int8" for part in PARTS)
+        if self.scales is not None and not ("=" in self.weights and has_int8):
+            raise PlanError(
+                f"--weights: is {self.weights!r}, and model.weights.activationScales needs types "
+                "by part with one in int8, such as encoder=int8,merger=int8; or remove "
+                "activationScales from the manifest"
+            )
 
     def numbers(self, dtype: str) -> Numbers:
         """Return the number types, with `dtype` of the activations for an automatic KV dtype."""
-        return Numbers(dtype if self.kv_dtype == "auto" else self.kv_dtype, self.weights)
+        kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
+        return Numbers(kv_dtype, self.weights, has_scales=self.scales is not None)
 
 
 def build(service: Service, load: Load, candidate: Candidate) -> Manifest:
@@ -79,7 +101,7 @@ def build(service: Service, load: Load, candidate: Candidate) -> Manifest:
         "revision": service.revision,
         "dtype": _DTYPE_FIELD[service.dtype],
         "kvCacheDtype": _KV_FIELD[service.kv_dtype],
-        "weights": _by_part(service.weights),
+        "weights": _by_part(service),
         "limits": _limits(load),
     }
     slo = {"ttftP95Milliseconds": load.ttft_ms, "itlP95Milliseconds": load.itl_ms}
@@ -126,6 +148,7 @@ def read_input(where: str, manifest: Mapping[str, Any]) -> tuple[Service, Load]:
         dtype=_chosen(_DTYPE_FIELD, model, "dtype"),
         kv_dtype=_chosen(_KV_FIELD, model, "kvCacheDtype") or "auto",
         weights=_weights(model, pools),
+        scales=_scales(model.child("weights")),
     )
     return service, Load.from_dict(f"{where}: {ANNOTATION_LOAD}", load)
 
@@ -161,12 +184,15 @@ def _pool(role: Role, candidate: Candidate, weights: str) -> dict[str, Any]:
     return pool
 
 
-def _by_part(weights: str) -> dict[str, str] | None:
-    """Return `model.weights` for a value that names parts."""
-    if "=" not in weights:
+def _by_part(service: Service) -> dict[str, Any] | None:
+    """Return `model.weights` for types that name parts."""
+    if "=" not in service.weights:
         return None
-    types = {part: type_of(part, weights) for part in PARTS}
-    return {part: kind.title() for part, kind in types.items() if kind != "auto"}
+    types = {part: type_of(part, service.weights) for part in PARTS}
+    found: dict[str, Any] = {part: kind.title() for part, kind in types.items() if kind != "auto"}
+    if service.scales is not None:
+        found["activationScales"] = service.scales.to_dict()
+    return found
 
 
 def _weights(model: Fields, pools: Fields) -> str:
@@ -179,6 +205,14 @@ def _weights(model: Fields, pools: Fields) -> str:
     types = [f"{part}={by_part.text(part).lower()}" for part in PARTS if part in by_part]
     check_weights(",".join(types) or "auto")
     return ",".join(types) or "auto"
+
+
+def _scales(weights: Fields) -> ScalesRef | None:
+    if "activationScales" not in weights:
+        return None
+    scales = weights.child("activationScales")
+    key = scales.child("configMapKeyRef")
+    return ScalesRef(key.text("name"), key.text("key"), scales.text("sha256"))
 
 
 def _chosen(choices: Mapping[Any, str | None], fields: Fields, name: str) -> Any:

@@ -45,7 +45,13 @@ class Node:
         return capacity.block_size_of(has_accelerator=self.has_accelerator)
 
     def refusal(
-        self, facts: ModelFacts, stages: Collection[Role], role: Role, *, weights: str
+        self,
+        facts: ModelFacts,
+        stages: Collection[Role],
+        role: Role,
+        *,
+        weights: str,
+        has_scales: bool = False,
     ) -> str | None:
         """Return why pods of `role` with `stages` cannot run here; None if they can."""
         if self.roles and role not in self.roles:
@@ -56,6 +62,8 @@ class Node:
             type_of(part, weights) == "int4" for part in parts_of(stages)
         ):
             return f"--weights={weights} needs a GPU"
+        if self.has_accelerator and has_scales:
+            return "a worker on a GPU refuses scales: remove model.weights.activationScales"
         names_head = "=" in weights and type_of("head", weights) != "auto"
         if self.has_accelerator and facts.is_head_tied and names_head:
             return "the head shares the embedding table's weights: --weights without head="

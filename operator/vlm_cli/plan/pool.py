@@ -37,10 +37,14 @@ _MAX_ITERATIONS: Final = 200
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """The choices of number types: dtype of the KV, and rounding of the weights."""
+    """The choices of number types: dtype of the KV, and rounding of the weights.
+
+    With `has_scales`, workers read scales of int8 layers' inputs from a file.
+    """
 
     kv_dtype: str
     weights: str
+    has_scales: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

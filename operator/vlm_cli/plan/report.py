@@ -235,7 +235,13 @@ def _nodes(
             if node.memory is not None:
                 memory = node.memory_of(facts, stages, weights=numbers.weights)
             if memory is None or memory.missing or not memory.kv:
-                why = node.refusal(facts, stages, Role.DECODE, weights=numbers.weights)
+                why = node.refusal(
+                    facts,
+                    stages,
+                    Role.DECODE,
+                    weights=numbers.weights,
+                    has_scales=numbers.has_scales,
+                )
                 rows.append({**row, "KV": "-", "tokens": "-", "requests": "-", "why": why or "-"})
                 continue
             fits = capacity.concurrency(
@@ -278,7 +284,9 @@ def _lending(facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers) -> Sect
                 weights, "B", "what all stages load beside tower and projector"
             ),
         }
-        why = node.refusal(facts, every, Role.ENCODER, weights=numbers.weights)
+        why = node.refusal(
+            facts, every, Role.ENCODER, weights=numbers.weights, has_scales=numbers.has_scales
+        )
         if node.memory is None or why is not None:
             rows.append({**row, "KV": "-", "tokens": "-", "why": why or "its memory is unknown"})
             continue

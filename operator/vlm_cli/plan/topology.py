@@ -114,7 +114,9 @@ def choose(
         for role, stages in roles.items():
             usable = []
             for node in nodes:
-                problem = node.refusal(facts, stages, role, weights=numbers.weights)
+                problem = node.refusal(
+                    facts, stages, role, weights=numbers.weights, has_scales=numbers.has_scales
+                )
                 if problem is None:
                     assert node.device is not None
                     speed = Speed(node.device, *shares)

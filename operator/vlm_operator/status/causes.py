@@ -223,7 +223,8 @@ def _unmounted(facts: Facts) -> tuple[str, str] | None:
     ]
     if not named:
         return "its volumes or its network are not set up", "see kubectl describe pod"
-    return "its volumes are not mounted", f"check that these exist: {', '.join(named)}"
+    fix = f"check that these exist, with the keys that their fields name: {', '.join(named)}"
+    return "its volumes are not mounted", fix
 
 
 def _unschedulable(facts: Facts) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from plan_command.models import GEMMA3_4B, LLAVA_7B, QWEN_7B, qwen_7b, write
 from vlm_cli.plan import capacity, manifest, report
 from vlm_cli.plan.facts import ModelFacts
+from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.load import Load
-from vlm_cli.plan.manifest import Service
+from vlm_cli.plan.manifest import ScalesRef, Service
 from vlm_cli.plan.model import read_model
 from vlm_cli.plan.nodes import Node, read_nodes
 from vlm_cli.plan.pool import MAX_KV_OCCUPANCY, MAX_UTILIZATION, PoolPlan, Traffic
@@ -32,6 +34,7 @@ from vlm_operator.state import NodeClassState
 
 SHARES = (0.45, 0.65)
 GIB = 1 << 30
+SCALES = ScalesRef("scales", "scales.json", "0f" * 32)
 
 
 @functools.cache
@@ -120,6 +123,40 @@ def test_a_cpu_refuses_int4_only_of_parts_that_it_loads():
     assert refusal(weights="layers=int4") is None
     assert "needs a GPU" in (refusal(weights="merger=int4") or "")
     assert "needs a GPU" in (refusal(weights="int4") or "")
+
+
+def test_a_gpu_refuses_scales_that_its_worker_would_refuse():
+    refused = {
+        node.name: node.refusal(
+            model("qwen"), (Role.ENCODER,), Role.ENCODER, weights="encoder=int8", has_scales=True
+        )
+        for node in nodes()
+    }
+    assert refused["cpu"] is None
+    assert all("refuses scales" in why for name, why in refused.items() if name != "cpu")
+    assert len(refused) > 1
+
+
+def test_a_service_with_scales_is_planned_again_with_them():
+    service = Service("a", "pvc://a", weights="encoder=int8,merger=int8", scales=SCALES)
+    load = Load(
+        rate=1.0, images=(), image_share=0.0, low_detail=False, prompt_tokens=50,
+        output_tokens=50, ttft_ms=None, itl_ms=None,
+    )  # fmt: skip
+    candidate = planned(model("qwen"), load, Service("a", "pvc://a")).choice.recommended
+    found = manifest.build(service, load, candidate)
+    meta = {**found["metadata"], "namespace": "ns", "uid": "u", "generation": 1}
+    weights = parse({**found, "metadata": meta}).spec.model.weights
+    assert weights is not None
+    assert weights.activation_scales is not None
+    assert weights.activation_scales.sha256 == SCALES.sha256
+    assert manifest.read_input("m", found) == (service, load)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4", "layers=int4"])
+def test_scales_without_a_part_in_int8_are_refused(weights):
+    with pytest.raises(PlanError, match=r"--weights: .*activationScales needs types by part"):
+        Service("a", "pvc://a", weights=weights, scales=SCALES).check()
 
 
 @given(facts=MODELS, kv_gib=st.integers(1, 100), num_tokens=st.integers(1, 4000))

@@ -142,6 +142,43 @@ def test_a_first_rollout_that_is_broken_ends_as_failed_with_cause_and_fix(case: 
     assert rps(world) == "T/F/F"
 
 
+SCALES = {
+    "layers": "Int8",
+    "activationScales": {"configMapKeyRef": {"name": "scales", "key": "k"}, "sha256": "0f" * 32},
+}
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_scales_in_a_config_map_that_is_missing_are_reported_with_their_field(is_running: bool):
+    """Of a new service, and of one that runs without scales: kubelet mounts no volume."""
+    world = World(body(decode=pool()))
+    if is_running:
+        world.turn()
+        run_controllers(world.cluster)
+        world.converge()
+        assert rps(world) == "T/F/F"
+    before = {item["metadata"]["name"] for item in pods(world, "decode")}
+    world.apply(body({"model": {"uri": "pvc://shapes", "weights": SCALES}}, decode=pool()))
+    world.turn()
+    run_controllers(
+        world.cluster, start=lambda item: item["metadata"]["labels"][names.LABEL_ROLE] != "decode"
+    )
+    (decode,) = (one for one in pods(world, "decode") if one["metadata"]["name"] not in before)
+    status = waiting("ContainerCreating")
+    del status["podIP"]
+    set_pod(world, decode, status)
+    world.turn()
+    world.turn(seconds=61)
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "VolumesNotMounted")
+    for word in ("not mounted", "keys", 'ConfigMap "scales"', "model.weights.activationScales"):
+        assert word in stalled["message"]
+    set_pod(world, decode, waiting("ContainerCreating"))  # the ConfigMap exists
+    run_controllers(world.cluster)
+    world.converge()
+    assert rps(world) == "T/F/F"
+
+
 def _false(status: dict[str, Any]) -> str:
     return next((i["type"] for i in status["conditions"] if i["status"] == "False"), "")
 

@@ -42,8 +42,15 @@ def test_pins_are_bounded_expire_in_time_and_are_counted(operations: list[Any]) 
             left = pins.seconds_left(one, now=now)
             assert left == 0 or left == pytest.approx(at + SECONDS - now)
         assert len(pins) + pins.num_dropped.total() == num_pins
+    left = pins.seconds_to_end(now=now)
+    assert (left is None) == (len(pins) == 0)
+    if left is not None:
+        before = len(pins)
+        pins.expire(now=now + left + 1e-6)
+        assert len(pins) < before, "the next pin has not ended"
     pins.expire(now=now + SECONDS)
     assert (len(pins), pins.num_bytes) == (0, 0)
+    assert pins.seconds_to_end(now=now) is None
 
 
 def test_the_pin_that_was_renewed_first_makes_room() -> None:
@@ -224,6 +231,18 @@ def test_a_file_that_was_not_written_has_no_pin() -> None:
     assert len(index.session_pins) == 1
     index.abort_write("a")
     assert len(index.session_pins) == 0
+    index.check()
+
+
+def test_a_file_that_replaces_another_has_the_rest_of_its_pin() -> None:
+    index = DiskIndex(max_bytes=100, max_age_seconds=60.0)
+    index.load([file("a", 20, 0.0), file("b", 20, 0.0)], now=0.0)
+    index.pin_for_session("a", seconds=SECONDS, now=0.0)
+    assert index.begin_write(file("a", 30, 10.0), now=10.0) == [file("a", 20, 0.0)]
+    index.complete_write("a")
+    assert index.session_pins.seconds_left("a", now=10.0) == SECONDS - 10.0
+    assert index.session_pins.num_bytes == 30
+    assert index.session_pins.num_dropped.total() == 0
     index.check()
 
 

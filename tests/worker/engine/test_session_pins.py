@@ -116,3 +116,58 @@ async def test_the_pin_goes_with_the_image_to_the_disk(tier: Any, session: bool)
     assert pins is not None
     assert pins.dropped["evicted"] == session
     await one.engine.stop()
+
+
+async def test_a_pin_is_not_lost_while_the_file_is_written(tier: Any) -> None:
+    """The image leaves memory twice: without a pin, and with one while its file is written."""
+    one: Tier = tier(
+        session_pin_seconds=600,
+        embedding_cache_bytes=2 * SIZE,
+        embedding_disk_bytes=3 * (SIZE + HEAD_BYTES),
+    )
+    one.directory.gate.clear()
+    for number in range(1, 4):
+        await one.encode(prepared_image(number))
+    stream = one.engine.encode(key("turn"), [prepared_image(1)], pins_session=True)
+    (ready,) = await events(stream)
+    assert isinstance(ready, ItemReady)
+    assert not ready.cache_hit, "the image did not leave memory"
+    await one.engine.cancel(key("turn"))
+    held = [prepared_image(4), prepared_image(5)]
+    await events(one.engine.encode(key("held"), held))  # they need all of the memory
+    assert one.disk.dropped_writes == 1, "the file was not being written"
+    pins = one.engine.stats().session_pins
+    assert pins is not None
+    assert pins.entries == {"memory": 0, "disk": 1}
+    one.directory.gate.set()
+    await one.until(lambda: one.disk.writes == 3)
+    await one.engine.cancel(key("held"))
+    for number in range(6, 11):
+        await one.encode(prepared_image(number))
+        await one.until(lambda: one.disk.writes == number - 2)  # noqa: B023  awaited here
+    assert (await one.encode(prepared_image(1), "second")).cache_hit
+    await one.engine.stop()
+
+
+async def test_an_idle_engine_counts_no_pin_that_has_ended(tier: Any) -> None:
+    one: Tier = tier(
+        session_pin_seconds=1,
+        embedding_cache_bytes=2 * SIZE,
+        embedding_disk_bytes=4 * (SIZE + HEAD_BYTES),
+    )
+    for number in range(1, 4):
+        stream = one.engine.encode(key("a"), [prepared_image(number)], pins_session=True)
+        assert isinstance((await events(stream))[0], ItemReady)
+        await one.engine.cancel(key("a"))
+    await one.until(lambda: one.disk.writes >= 1)
+
+    def counts() -> tuple[int, ...]:
+        pins = one.engine.stats().session_pins
+        assert pins is not None
+        return *pins.entries.values(), *pins.bytes.values()
+
+    await one.until(lambda: counts() == (0, 0, 0, 0))
+    pins = one.engine.stats().session_pins
+    assert pins is not None
+    assert pins.dropped["expired"] > 0
+    await one.engine.stop()

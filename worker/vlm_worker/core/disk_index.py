@@ -106,8 +106,8 @@ class DiskIndex:
     def begin_write(self, file: StoredFile, *, now: float) -> list[StoredFile] | None:
         """Reserve the bytes of a file; returns the files to delete before it is written.
 
-        A file of the same name is among them. None if it does not fit beside the files that are
-        being written: then nothing changes.
+        A file of the same name is among them, and gives the new one the rest of its session pin.
+        None if it does not fit beside the files that are being written: then nothing changes.
         """
         assert file.name not in self._writing
         reserved = sum(other.num_bytes for other in self._writing.values())
@@ -115,11 +115,14 @@ class DiskIndex:
             return None
         victims = self.expire(now=now)
         self.session_pins.expire(now=now)
+        pinned_seconds = self.session_pins.seconds_left(file.name, now=now)
         if file.name in self._files:
-            victims.append(self.remove(file.name))
+            victims.append(self._take(file.name))
         victims += self._make_room(file.num_bytes)
         self._writing[file.name] = file
         self.num_bytes += file.num_bytes
+        if pinned_seconds:
+            self.pin_for_session(file.name, seconds=pinned_seconds, now=now)
         return victims
 
     def complete_write(self, name: str) -> None:
@@ -136,9 +139,7 @@ class DiskIndex:
     def remove(self, name: str, reason: DropReason = DropReason.REPLACED) -> StoredFile:
         """Forget a complete file; the caller deletes it."""
         self.session_pins.drop(name, reason)
-        file = self._files.pop(name)
-        self.num_bytes -= file.num_bytes
-        return file
+        return self._take(name)
 
     def put_back(self, file: StoredFile, *, now: float) -> None:
         """Count a victim that could not be deleted, as the most recently used file."""
@@ -174,6 +175,12 @@ class DiskIndex:
             victims.append(self.remove(name, DropReason.EVICTED))
         self.num_evictions += len(victims)
         return victims
+
+    def _take(self, name: str) -> StoredFile:
+        """Forget a complete file, but not its pin."""
+        file = self._files.pop(name)
+        self.num_bytes -= file.num_bytes
+        return file
 
     def _add(self, file: StoredFile) -> None:
         self._files[file.name] = file

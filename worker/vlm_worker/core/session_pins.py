@@ -73,6 +73,11 @@ class SessionPins(Generic[K]):
         until, _ = self._pins.get(key, (now, 0))
         return max(until - now, 0.0)
 
+    def seconds_to_end(self, *, now: float) -> float | None:
+        """Seconds until the next pin ends; None without pins."""
+        until, _ = next(iter(self._pins.values()), (None, 0))
+        return None if until is None else max(until - now, 0.0)
+
     def drop(self, key: K, reason: DropReason) -> None:
         """End the pin of a key, if it has one."""
         self.num_dropped[reason] += self._forget(key)

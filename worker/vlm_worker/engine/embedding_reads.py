@@ -126,6 +126,18 @@ class EmbeddingReads:
         since = first if started is None else min(first, started)
         return max(since + READ_SECONDS - self._files.clock(), 0.0)
 
+    @property
+    def seconds_to_turn(self) -> float | None:
+        """Seconds until an idle engine takes a turn: an image has waited too long, or a pin ends.
+
+        None if nothing of both will happen.
+        """
+        pinned = self._cache.session_pins.seconds_to_end(now=self._context.clock())
+        times = [self.seconds_left, pinned]
+        if self._files is not None:
+            times.append(self._index.session_pins.seconds_to_end(now=self._files.wall_clock()))
+        return min((seconds for seconds in times if seconds is not None), default=None)
+
     def is_reading(self, entry: Entry) -> bool:
         return entry in self._reads
 
@@ -177,7 +189,11 @@ class EmbeddingReads:
         return len(entries)
 
     def turn(self) -> bool:
-        """Take the results of the thread, and delete expired files; True if a read has ended."""
+        """Take the results of the thread, and delete expired files; True if a read has ended.
+
+        End the session pins whose time is over.
+        """
+        self._cache.session_pins.expire(now=self._context.clock())
         if self._files is None:
             return False
         num_ended = 0
@@ -188,7 +204,9 @@ class EmbeddingReads:
                 self._write_ended(ended.job, ended)
         num_ended += self._give_up()
         self._read_next()
-        self._delete(self._index.expire(now=self._files.wall_clock()))
+        now = self._files.wall_clock()
+        self._delete(self._index.expire(now=now))
+        self._index.session_pins.expire(now=now)
         return num_ended > 0
 
     def check(self) -> None:
@@ -287,14 +305,23 @@ class EmbeddingReads:
         return has_room or not self._waiting_bytes or self._is_stalled()
 
     def _store(self, entry: Entry) -> None:
-        """Write an entry that leaves memory, unless the disk has as much of it.
+        """Write an entry that leaves memory, and give its file the rest of its session pin.
 
-        The engine thread only copies it from the device, and only if the thread keeps up.
+        That file may be an earlier one, complete or being written.
         """
         row_bytes = self._context.runner.embed_layout.row_bytes
         if self._files is None or entry.num_bytes != entry.num_tokens * row_bytes:
             return  # a reduced image
-        name, now = file_name(entry.image_key), self._files.wall_clock()
+        name = file_name(entry.image_key)
+        self._write(self._files, entry, name)
+        self._pin_as(entry, name)
+
+    def _write(self, files: EmbeddingFiles, entry: Entry, name: str) -> None:
+        """Write an entry unless the disk has as much of it.
+
+        The engine thread only copies it from the device, and only if the thread keeps up.
+        """
+        now = files.wall_clock()
         known = self._index.find(name, now=now)
         try:
             scores = entry.scores
@@ -302,7 +329,6 @@ class EmbeddingReads:
                 scores = self._copies.export_scores(entry.buffer)
             if known is not None and (known.has_scores or not scores.nbytes):
                 self._index.touch(name)
-                self._pin_as(entry, name)
                 return
             num_bytes = entry.num_bytes + scores.nbytes + HEAD_BYTES  # of the header, the most
             if self._index.is_writing(name) or self._waiting_bytes + num_bytes > BUFFER_BYTES:
@@ -322,11 +348,10 @@ class EmbeddingReads:
             return
         self._waiting_bytes += num_bytes
         stored = StoredEmbedding(entry.image_key, entry.num_tokens, rows, scores)
-        self._files.write(WriteJob(tuple(victims), file, stored))
-        self._pin_as(entry, name)
+        files.write(WriteJob(tuple(victims), file, stored))
 
     def _pin_as(self, entry: Entry, name: str) -> None:
-        """Give the file of an entry that leaves memory the rest of its session pin."""
+        """Give the file of an entry that leaves memory, if there is one, the rest of its pin."""
         assert self._files is not None
         seconds = self._cache.session_pins.seconds_left(entry, now=self._context.clock())
         if seconds:

@@ -200,13 +200,14 @@ class EngineThread:
             wait = False
 
     def _awaited(self) -> Command:
-        """The next command; the runner prefaults until then. queue.Empty if a read is late."""
+        """The next command; the runner prefaults until then. queue.Empty if a turn is due."""
         with contextlib.suppress(queue.Empty):
             return self._commands.get(timeout=IDLE_SECONDS)
-        seconds = self.state.encode_requests.reads.seconds_left
-        while seconds is None and self._commands.empty() and self._runner.prefault():
+        reads = self.state.encode_requests.reads
+        is_reading = reads.seconds_left is not None
+        while not is_reading and self._commands.empty() and self._runner.prefault():
             pass
-        return self._commands.get(timeout=seconds)
+        return self._commands.get(timeout=reads.seconds_to_turn)
 
     def _do_copies(self) -> None:
         """Execute copies in order, at most `max_copy_bytes` between two steps, at least one."""

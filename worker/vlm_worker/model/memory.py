@@ -100,6 +100,7 @@ def encode_bytes(vision: Any, family: Family, *, num_tokens: int, element_bytes:
     inner = getattr(vision, "intermediate_size", None) or int(
         width * getattr(vision, "mlp_ratio", 4)
     )
+    # the patches of all images, joined or by windows, and these in the type of the model
     input_bytes = 2 * FLOAT_BYTES * family.processor.patch_dim
     return int(num_patches * (input_bytes + (8 * width + 3 * inner) * element_bytes))
 

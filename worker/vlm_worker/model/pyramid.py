@@ -114,7 +114,8 @@ class PyramidEncoder:
     ) -> torch.Tensor:
         """The rows of all tokens `[T, D]`, of the patches of each image's windows, in order.
 
-        `patches` is float32 `[m^2 T, patch_dim]`. Windows with `tags` may use the cache.
+        `patches` is float32 `[m^2 T, patch_dim]`. Windows with `tags` may use the cache; then the
+        call moves those of the others to the front of `patches`.
         """
         windows = list(itertools.chain(*images))
         if self._cache is None or tags is None:
@@ -143,16 +144,18 @@ class PyramidEncoder:
         windows: Sequence[Sequence[Window]],
     ) -> list[torch.Tensor]:
         """The rows of each image's windows, views of one tensor."""
-        parts = [
-            packed_windows(one, image.cells, some, self._processor)
-            for one, image, some in zip(values, images, windows, strict=True)
-        ]
-        patches = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        counts = [sum(part.num_tokens for part in some) for some in windows]
+        patches = np.empty((self._unit * sum(counts), self._processor.patch_dim), np.float32)
+        edges = [self._unit * edge for edge in itertools.accumulate(counts[:-1])]
+        for part, one, image, some in zip(
+            np.split(patches, edges), values, images, windows, strict=True
+        ):
+            packed_windows(one, image.cells, some, self._processor, out=part)
         tags = [
             _tag(image, part) for image, some in zip(images, windows, strict=True) for part in some
         ]
         rows = self.run(patches, windows, tags)
-        return list(torch.split(rows, [sum(part.num_tokens for part in some) for some in windows]))
+        return list(torch.split(rows, counts))
 
     def _first_layers(self, patches: np.ndarray, windows: Sequence[Window]) -> torch.Tensor:
         """The states `[m^2 T, D]` before the first full layer, of the windows' patches."""
@@ -173,7 +176,10 @@ class PyramidEncoder:
         windows: Sequence[Window],
         tags: Sequence[Tag],
     ) -> torch.Tensor:
-        """`_first_layers` of the windows that are not cached, between the states of the others."""
+        """`_first_layers` of the windows that are not cached, between the states of the others.
+
+        Moves the patches of the former to the front of `patches`: it copies none.
+        """
         now = self._clock()
         lengths = [self._unit * window.num_tokens for window in windows]
         parts = np.split(patches, np.cumsum(lengths)[:-1])
@@ -185,14 +191,17 @@ class PyramidEncoder:
         missing = [number for number, state in enumerate(states) if state is None]
         if missing:
             computed = self._first_layers(
-                np.concatenate([parts[number] for number in missing]),
+                _moved_to_front(patches, [parts[number] for number in missing]),
                 [windows[number] for number in missing],
             )
             new = torch.split(computed, [lengths[number] for number in missing])
             for number, part in zip(missing, new, strict=True):
-                states[number] = state = part.clone()  # a view would keep the whole call's states
+                states[number] = part
+                state = part.clone()  # a view would keep the whole call's states
                 relevance = tags[number].relevance
                 cache.put(keys[number], state, num_bytes=state.nbytes, relevance=relevance, now=now)
+            if len(missing) == len(states):
+                return computed
         return torch.cat(states)
 
     def _segments(self, num_tokens: Iterable[int]) -> torch.Tensor:
@@ -232,8 +241,22 @@ def _pyramid_of(image: PreparedImage) -> Pyramid:
     return plan(relevance_array(image.relevance, image.cells), image.kept_tokens)
 
 
+def _moved_to_front(patches: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The first rows of `patches`, after `parts`, ordered views of its rows, are moved there."""
+    end = 0
+    for part in parts:
+        start, end = end, end + len(part)
+        patches[start:end] = part  # never behind where it is: numpy copies rows that overlap first
+    return patches[:end]
+
+
 def packed_windows(
-    values: np.ndarray, cells: Cells, windows: Sequence[Window], processor: DynamicProcessor
+    values: np.ndarray,
+    cells: Cells,
+    windows: Sequence[Window],
+    processor: DynamicProcessor,
+    *,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """The patches of each window at its scale, float32 `[m^2 T, patch_dim]`, window by window.
 
@@ -242,10 +265,12 @@ def packed_windows(
         cells: of the image.
         windows: with their levels.
         processor: of the patches.
+        out: C-contiguous memory of the result; None for new memory.
     """
     image = values.reshape(*cells, -1)
     starts = _edges([window.num_tokens for window in windows])
-    packed = np.empty((int(starts[-1]), image.shape[-1]), np.float32)
+    shape = int(starts[-1]), image.shape[-1]
+    packed = np.empty(shape, np.float32) if out is None else out.reshape(shape)
     alike: dict[tuple[int, int, int], list[tuple[int, np.ndarray]]] = {}
     for window, start in zip(windows, starts.tolist()[:-1], strict=True):
         bottom, right = window.top + window.rows, window.left + window.columns

@@ -150,7 +150,7 @@ class ModelRunner:
         if not self._loaded.has_encoder:
             raise EngineError("the stage encoder is not loaded here")
         with self.streams.images():
-            results = self._images.encode(images, scored=any(map(_needs_scores, images)))
+            results = self._encode(images)
             made = self.streams.made()
         return [
             result if isinstance(result, Exception) else dataclasses.replace(result, made=made)
@@ -324,6 +324,26 @@ class ModelRunner:
     def prefault(self) -> bool:
         """Prefault the next pages of the KV cache; False if there is nothing to do."""
         return self._kv_pages is not None and self._kv_pages.prefault_next()
+
+    def _encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
+        """Encode images in one call; if windows are cached, those with scores in one of their own.
+
+        A call with scores does not use the cache, so its rows differ by rounding. An image's rows
+        must not depend on what the others of its batch need.
+        """
+        scored = list(map(_needs_scores, images))
+        if self.windows is None or len(set(scored)) < 2:
+            return self._images.encode(images, scored=any(scored))
+        calls = {
+            asked: iter(
+                self._images.encode(
+                    [one for one, needs in zip(images, scored, strict=True) if needs is asked],
+                    scored=asked,
+                )
+            )
+            for asked in (False, True)
+        }
+        return [next(calls[asked]) for asked in scored]
 
     @property
     def _num_heads(self) -> int:

@@ -24,6 +24,7 @@ from vlm_worker.server.state import ModelFacts
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.options import values_of
 from vlm_worker.types import Stage
+from vlm_worker.weights import label
 
 logger = logging.getLogger(__name__)
 
@@ -181,14 +182,18 @@ def _facts(
     weights_bytes: int,
     activation_scales: str = "",
 ) -> ModelFacts:
-    embed, kv, weights = runner.embed_layout, runner.kv_layout, settings.compute.weights
-    scaled = f";activations={activation_scales[:12]}" if activation_scales else ""
+    embed, kv = runner.embed_layout, runner.kv_layout
     return ModelFacts(
         kv_bytes_per_token=kv.token_bytes if kv else 0,
         embedding_bytes_per_token=embed.row_bytes,
         image_tokens_per_megapixel=family.processor.tokens_per_megapixel,
         weights_bytes=weights_bytes,
-        weights=(embed.dtype if weights == "auto" else weights) + scaled,
+        weights=label(
+            settings.compute.weights,
+            family.spec.int8,
+            dtype=embed.dtype,
+            scales_sha256=activation_scales,
+        ),
     )
 
 

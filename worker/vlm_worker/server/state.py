@@ -48,8 +48,8 @@ class ModelFacts:
     """The `model` part of `/stats`, known once the model is loaded; 0 if not applicable.
 
     `weights` is the type of most linear layers: `int8`, or the type of the computation; or the
-    types by part (`vlm_worker.weights`). With `--activation-scales`, `;activations=` and the first
-    digits of their sha256 follow.
+    types by part (`vlm_worker.weights.label`). With `--activation-scales`, `;activations=` and the
+    first digits of their sha256 follow.
     """
 
     kv_bytes_per_token: int
