@@ -218,6 +218,18 @@ class RequestLimit:
         self._tickets.add(ticket)
         return ticket
 
+    @contextlib.contextmanager
+    def paused(self, ticket: AdmissionTicket) -> Iterator[None]:
+        """Do not count a request while it waits for something else than a worker.
+
+        Raises:
+            FullError: at the end, the limit is reached.
+        """
+        ticket.leave()
+        yield
+        self.check()
+        self._tickets.add(ticket)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AdmissionTicket:
