@@ -118,7 +118,7 @@ class Preparer:
             parsed, chat = await self.turns.run(self._read_chat(body, held))
             if chat.options.sampling.grammar is not None:
                 await self._check_grammars((chat.options.sampling.grammar,), tenant, guard)
-            fetched = await self._fetch(chat, config, held, trace, guard)
+            fetched = await self._fetch(chat, config, held, tenant, trace, guard)
             images = await self.turns.run(self._read_images(chat, parsed, fetched, config, tenant))
             return await self.chat(chat, images, config, guard=guard, **ids), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
@@ -149,6 +149,7 @@ class Preparer:
         request: ChatRequest,
         config: Config,
         held: MemoryReservation,
+        tenant: str,
         trace: Trace,
         guard: Guard,
     ) -> Fetched:
@@ -161,6 +162,7 @@ class Preparer:
                 self.fetcher.fetch(
                     request.images,
                     config.media,
+                    tenant=tenant,
                     max_bytes=config.limits.bytes_per_image,
                     hold=held.fetch,
                 )
