@@ -90,6 +90,7 @@ IMAGE_FETCH_SECONDS: Final = "triptych_image_fetch_seconds"
 GATEWAY_REFUSED_TOTAL: Final = "triptych_gateway_refused_total"
 GATEWAY_MEMORY_BYTES: Final = "triptych_gateway_memory_bytes"  # gauge {kind}: body, prompt
 GATEWAY_MEMORY_LIMIT_BYTES: Final = "triptych_gateway_memory_limit_bytes"  # gauge
+GATEWAY_SETTINGS_VALID: Final = "triptych_gateway_settings_valid"  # gauge
 INFLIGHT: Final = "triptych_inflight"  # gauge
 ACCEPTING: Final = "triptych_accepting"  # gauge
 HEARTBEAT_TIMESTAMP_SECONDS: Final = "triptych_heartbeat_timestamp_seconds"  # gauge

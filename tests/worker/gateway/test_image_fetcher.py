@@ -21,6 +21,7 @@ from worker.gateway import fetch_attacks
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.config import ConfigWatcher
 from vlm_worker.gateway.fetching import fetcher as module
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import (
@@ -115,6 +116,27 @@ def test_wrong_settings_name_their_field() -> None:
     assert problem_of(Media()) == ""
     assert "media.allowed_networks" in problem_of(Media(allowed_networks=["10.0.0.1/40"]))
     assert "media.max_redirects: 4" in problem_of(Media(max_redirects=4))
+
+
+@pytest.mark.parametrize("network", ["10.0.0.0/33", "300.1.2.3/8", "images.example/8"])
+def test_an_impossible_network_leaves_the_last_settings_and_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, network: str
+) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text('{"media": {"max_redirects": 1, "allowed_networks": ["10.1.2.3/8"]}}')
+    watcher = ConfigWatcher(path, None, images_per_request=4)
+    first = watcher.now
+    assert (first.config.media.max_redirects, watcher.problem) == (1, "")
+    path.write_text(json.dumps({"media": {"allowed_networks": [network]}}))
+    watcher.reload()
+    watcher.reload()
+    assert watcher.now == first
+    assert watcher.problem.startswith(f"gateway.json: media.allowed_networks: '{network}' ")
+    (warning,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert warning.getMessage() == "the last good settings stay"
+    assert warning.__dict__["reason"] == watcher.problem
+    assert ConfigWatcher(path, None, images_per_request=4).now.config.media == Media()
+    assert caplog.records[-1].getMessage() == "the default settings stay"
 
 
 class ToPort(aiohttp.abc.AbstractResolver):
