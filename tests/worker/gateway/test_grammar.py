@@ -212,6 +212,22 @@ async def test_a_child_that_is_killed_during_a_check_says_nothing_of_the_grammar
     assert checks.num_refused == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGABRT])
+async def test_a_child_that_exceeds_its_own_limits_gives_a_verdict(
+    checks: GrammarChecks, number: signal.Signals
+) -> None:
+    """The timer ends it with SIGPROF, a refused allocation with SIGABRT."""
+    grammar = of({"type": "array"})
+    async with stopped(checks) as pid:
+        check = asyncio.create_task(checks.check(grammar, tenant="t"))
+        await until(lambda: is_asked(checks))
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(ApiError, match="takes too long"):
+            await check
+    assert (checks.knows(grammar), checks.num_refused) == (True, 1)
+
+
 async def test_without_a_verdict_from_two_children_there_is_a_503_that_is_not_kept(
     checks: GrammarChecks,
 ) -> None:
