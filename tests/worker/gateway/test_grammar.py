@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import signal
+import termios
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -39,8 +41,11 @@ def pid_of(checks: GrammarChecks) -> int:
 
 
 def is_asked(checks: GrammarChecks) -> bool:
-    """Whether the child has a grammar."""
-    return any(check.is_asked for check in checks._running.values())
+    """Whether a grammar is in the pipe of the child, which is stopped."""
+    child = checks._process._child
+    if child is None or child.stdin is None or child.stdin.closed:
+        return False
+    return fcntl.ioctl(child.stdin, termios.FIONREAD, bytes(4)) != bytes(4)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -54,9 +59,20 @@ async def stopped(checks: GrammarChecks) -> AsyncIterator[int]:
     """Within the block, the child does nothing; yields its id."""
     await checks.check(of({"type": "object"}), tenant="t")
     pid = pid_of(checks)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     yield pid
-    with contextlib.suppress(ProcessLookupError):
+    resume(pid)
+
+
+def stop(pid: int) -> None:
+    """Stop a child, and wait until it has: before, it may read."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def resume(pid: int) -> None:
+    """Let a stopped child go on, or end by the signal that it has got."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
         os.kill(pid, signal.SIGCONT)
 
 
@@ -207,7 +223,7 @@ async def test_a_child_that_is_killed_during_a_check_says_nothing_of_the_grammar
         check = asyncio.create_task(checks.check(of({"type": "array"}), tenant="t"))
         await until(lambda: is_asked(checks))
         os.kill(pid, number)
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
         await check
     assert checks.num_refused == 0
 
@@ -222,7 +238,7 @@ async def test_a_child_that_exceeds_its_own_limits_gives_a_verdict(
         check = asyncio.create_task(checks.check(grammar, tenant="t"))
         await until(lambda: is_asked(checks))
         os.kill(pid, number)
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
         with pytest.raises(ApiError, match="takes too long"):
             await check
     assert (checks.knows(grammar), checks.num_refused) == (True, 1)
