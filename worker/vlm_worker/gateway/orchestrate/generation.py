@@ -220,11 +220,7 @@ class RequestLimit:
 
     @contextlib.contextmanager
     def paused(self, ticket: AdmissionTicket) -> Iterator[None]:
-        """Do not count a request while it waits for something else than a worker.
-
-        Raises:
-            FullError: at the end, the limit is reached.
-        """
+        """Do not count a request that waits for no worker. At the end, raises as `check` does."""
         ticket.leave()
         yield
         self.check()
