@@ -83,13 +83,14 @@ REQUESTS_TOTAL: Final = "triptych_requests_total"
 ROUTED_CACHED_TOKENS_TOTAL: Final = "triptych_routed_cached_tokens_total"  # counter {stage}
 KNOWN_CACHE_ENTRIES: Final = "triptych_known_cache_entries"  # gauge
 SESSION_PREFETCHES_TOTAL: Final = "triptych_session_prefetches_total"  # counter {outcome}
-# counter {bound}: memory, tenant_memory, waiting, connections
 LENT_REQUESTS_TOTAL: Final = "triptych_lent_requests_total"
 IMAGE_FETCHES_TOTAL: Final = "triptych_image_fetches_total"
 IMAGE_FETCH_SECONDS: Final = "triptych_image_fetch_seconds"
+# counter {bound}: the values of `gateway.memory.Bound`
 GATEWAY_REFUSED_TOTAL: Final = "triptych_gateway_refused_total"
 GATEWAY_MEMORY_BYTES: Final = "triptych_gateway_memory_bytes"  # gauge {kind}: body, prompt
 GATEWAY_MEMORY_LIMIT_BYTES: Final = "triptych_gateway_memory_limit_bytes"  # gauge
+GATEWAY_SETTINGS_VALID: Final = "triptych_gateway_settings_valid"  # gauge
 INFLIGHT: Final = "triptych_inflight"  # gauge
 ACCEPTING: Final = "triptych_accepting"  # gauge
 HEARTBEAT_TIMESTAMP_SECONDS: Final = "triptych_heartbeat_timestamp_seconds"  # gauge

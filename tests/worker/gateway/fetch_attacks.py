@@ -181,7 +181,9 @@ async def main() -> None:
     for kind, url in tries:
         outcome = "fetched"
         try:
-            await images.fetch([ImagePart(url, "auto", "x")], MEDIA, max_bytes=100, hold=int)
+            await images.fetch(
+                [ImagePart(url, "auto", "x")], MEDIA, tenant="t", max_bytes=100, hold=int
+            )
         except ApiError as error:
             outcome = f"{error.status} {error.code}"
         outcomes.setdefault(kind, Counter())[outcome] += 1

@@ -156,14 +156,23 @@ async def test_settings_are_applied_while_it_runs_and_bad_ones_change_nothing(
                 body = {**TEXT, "messages": [ask(png(), png())]}
                 return await client.post("/v1/chat/completions", json=body)
 
+        async def valid() -> float:
+            async with httpx.AsyncClient(base_url=gateway.admin_url) as client:
+                page = (await client.get("/metrics")).text
+            return float(page.partition("\ntriptych_gateway_settings_valid ")[2].split()[0])
+
         assert (await two_images()).json()["error"]["code"] == "too_many_images"
         first = gateway.context.stats()["config_hash"]
-        config.write_text("{")
-        gateway.context.config_watcher.reload()
-        assert gateway.context.stats()["config_hash"] == first
+        assert await valid() == 1
+        for bad in ("{", '{"media": {"allowed_networks": ["10.0.0.0/33"]}}'):
+            config.write_text(bad)
+            gateway.context.config_watcher.reload()
+            assert gateway.context.stats()["config_hash"] == first
+            assert await valid() == 0
         config.write_text('{"limits": {"images_per_request": 2}}')
         await until(two_images, status=503)
         assert gateway.context.stats()["config_hash"] != first
+        assert await valid() == 1
 
 
 # ---- time ----------------------------------------------------------------------------------------

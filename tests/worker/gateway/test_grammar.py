@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
+import resource
 import signal
-from collections.abc import Iterator
+import termios
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
+from vlm_worker.gateway import grammar_process
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import parse_chat
 from vlm_worker.gateway.grammar import Grammar, of_response_format, validated
-from vlm_worker.gateway.grammar_checks import MAX_VERDICTS, GrammarChecks
+from vlm_worker.gateway.grammar_checks import MAX_VERDICTS, MAX_WAITING, GrammarChecks
+from vlm_worker.gateway.memory import Bound, FullError
 from vlm_worker.gateway.turns import at_once
 
 SCHEMA = "response_format.json_schema.schema"
@@ -26,6 +32,48 @@ def checks() -> Iterator[GrammarChecks]:
     made = GrammarChecks()
     yield made
     made.close()
+
+
+def pid_of(checks: GrammarChecks) -> int:
+    pid = checks._process.pid
+    assert pid is not None
+    return pid
+
+
+def is_asked(checks: GrammarChecks) -> bool:
+    """Whether a grammar is in the pipe of the child, which is stopped."""
+    child = checks._process._child
+    if child is None or child.stdin is None or child.stdin.closed:
+        return False
+    return fcntl.ioctl(child.stdin, termios.FIONREAD, bytes(4)) != bytes(4)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110  the state of checks
+            await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def stopped(checks: GrammarChecks) -> AsyncIterator[int]:
+    """Within the block, the child does nothing; yields its id."""
+    await checks.check(of({"type": "object"}), tenant="t")
+    pid = pid_of(checks)
+    stop(pid)
+    yield pid
+    resume(pid)
+
+
+def stop(pid: int) -> None:
+    """Stop a child, and wait until it has: before, it may read."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def resume(pid: int) -> None:
+    """Let a stopped child go on, or end by the signal that it has got."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, signal.SIGCONT)
 
 
 def named(schema: Any, **more: Any) -> dict[str, Any]:
@@ -89,7 +137,7 @@ def test_the_end_of_answers_cannot_be_ignored_and_constrained() -> None:
     {"type": "array", "prefixItems": [{"type": "integer"}], "items": False},
 ])  # fmt: skip
 async def test_what_can_be_enforced_is_accepted(checks: GrammarChecks, schema: Any) -> None:
-    await checks.check(of(schema))
+    await checks.check(of(schema), tenant="t")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +166,7 @@ async def test_what_cannot_be_enforced_is_refused_by_keyword_and_path(
     checks: GrammarChecks, schema: Any, where: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
-        await checks.check(of(schema))
+        await checks.check(of(schema), tenant="t")
     error = refused.value
     assert (error.status, error.code) == (400, "invalid_json_schema")
     assert error.param == (f"{SCHEMA}.{where}" if where else SCHEMA)
@@ -143,14 +191,14 @@ async def test_a_hostile_schema_costs_the_child_alone(checks: GrammarChecks, nam
     grammar = of(HOSTILE[name])
     for _ in range(2):
         with pytest.raises(ApiError) as refused:
-            await checks.check(grammar)
+            await checks.check(grammar, tenant="t")
         assert refused.value.code == "invalid_json_schema"
     assert checks.num_checked == 1, "the verdict is kept"
-    await checks.check(of({"type": "object"}))
+    await checks.check(of({"type": "object"}), tenant="t")
 
 
 async def test_the_event_loop_goes_on_while_the_child_works(checks: GrammarChecks) -> None:
-    work = asyncio.create_task(checks.check(of(HOSTILE["an intersection of patterns"])))
+    work = asyncio.create_task(checks.check(of(HOSTILE["an intersection of patterns"]), tenant="t"))
     turns = 0
     while not work.done():
         await asyncio.sleep(0)
@@ -161,12 +209,176 @@ async def test_the_event_loop_goes_on_while_the_child_works(checks: GrammarCheck
 
 
 async def test_a_child_that_was_killed_is_replaced(checks: GrammarChecks) -> None:
-    await checks.check(of({"type": "object"}))
-    assert checks._child is not None
-    os.kill(checks._child.pid, signal.SIGKILL)
-    checks._child.wait()
-    await checks.check(of({"type": "array"}))
+    await checks.check(of({"type": "object"}), tenant="t")
+    os.kill(pid_of(checks), signal.SIGKILL)
+    await checks.check(of({"type": "array"}), tenant="t")
     assert (checks.num_checked, checks.num_refused) == (2, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+async def test_a_child_that_is_killed_during_a_check_says_nothing_of_the_grammar(
+    checks: GrammarChecks, number: signal.Signals
+) -> None:
+    async with stopped(checks) as pid:
+        check = asyncio.create_task(checks.check(of({"type": "array"}), tenant="t"))
+        await until(lambda: is_asked(checks))
+        os.kill(pid, number)
+        resume(pid)
+        await check
+    assert checks.num_refused == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGABRT])
+async def test_a_child_that_exceeds_its_own_limits_gives_a_verdict(
+    checks: GrammarChecks, number: signal.Signals
+) -> None:
+    """The timer ends it with SIGPROF, a refused allocation with SIGABRT."""
+    grammar = of({"type": "array"})
+    async with stopped(checks) as pid:
+        check = asyncio.create_task(checks.check(grammar, tenant="t"))
+        await until(lambda: is_asked(checks))
+        os.kill(pid, number)
+        resume(pid)
+        with pytest.raises(ApiError, match="takes too long"):
+            await check
+    assert (checks.knows(grammar), checks.num_refused) == (True, 1)
+
+
+async def test_without_a_verdict_from_two_children_there_is_a_503_that_is_not_kept(
+    checks: GrammarChecks,
+) -> None:
+    killed: set[int] = set()
+
+    def kill() -> bool:
+        pid = checks._process.pid
+        if pid is not None and pid not in killed:
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+        return check.done()
+
+    check = asyncio.create_task(checks.check(of({"type": "array"}), tenant="t"))
+    await until(kill)
+    with pytest.raises(ApiError) as failed:
+        await check
+    assert (failed.value.status, len(killed)) == (503, 2)
+    assert failed.value.headers == {"retry-after": "1"}
+    await checks.check(of({"type": "array"}), tenant="t")
+    assert checks.num_checked == 1
+
+
+async def test_a_silent_child_gives_no_verdict_and_is_replaced(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar larger than the buffer of a pipe: nothing reads it."""
+    large = of({"const": "x" * (200 << 10)})
+    async with stopped(checks):
+        monkeypatch.setattr(grammar_process, "WALL_SECONDS", 0.05)
+        with pytest.raises(ApiError) as failed:
+            await checks.check(large, tenant="t")
+        monkeypatch.undo()
+    assert failed.value.status == 503
+    await checks.check(large, tenant="t")
+
+
+async def test_a_client_that_leaves_changes_no_verdict(checks: GrammarChecks) -> None:
+    bad, good = of({"not": {}}), of({"type": "array"})
+    async with stopped(checks):
+        left = asyncio.create_task(checks.check(bad, tenant="t"))
+        await until(lambda: is_asked(checks))
+        left.cancel()
+        await asyncio.wait([left])
+        following = asyncio.create_task(checks.check(good, tenant="t"))
+        await asyncio.sleep(0)
+    await following
+    assert (checks.num_checked, checks.num_refused) == (3, 1), "the verdict on both is kept"
+    with pytest.raises(ApiError):
+        await checks.check(bad, tenant="t")
+
+
+async def test_a_check_that_waits_ends_with_its_last_request(checks: GrammarChecks) -> None:
+    async with stopped(checks):
+        asked = asyncio.create_task(checks.check(of({"type": "array"}), tenant="t"))
+        await until(lambda: is_asked(checks))
+        both = [asyncio.create_task(checks.check(of({"not": {}}), tenant="t")) for _ in range(2)]
+        await until(lambda: checks._turns.num_waiting("t") == 1)
+        for one in both:
+            one.cancel()
+        await asyncio.wait(both)
+        assert len(checks._running) == 1
+        again = asyncio.create_task(checks.check(of({"type": "null"}), tenant="t"))
+        await asyncio.sleep(0)
+    await asyncio.gather(asked, again)
+    assert (checks.num_checked, checks.num_refused) == (3, 0)
+
+
+async def test_requests_with_the_same_grammar_share_a_check(checks: GrammarChecks) -> None:
+    async with stopped(checks):
+        many = [
+            asyncio.create_task(checks.check(of({"type": "array"}), tenant=tenant))
+            for tenant in "ab" * (MAX_WAITING + 1)
+        ]
+        await until(lambda: is_asked(checks))
+        many.pop(0).cancel()
+    await asyncio.gather(*many)
+    assert checks.num_checked == 2
+
+
+async def test_a_tenant_with_many_grammars_delays_another_by_one(checks: GrammarChecks) -> None:
+    ended: list[str] = []
+
+    async def check(tenant: str, number: int) -> None:
+        await checks.check(of({"const": f"{tenant}{number}"}), tenant=tenant)
+        ended.append(tenant)
+
+    async with stopped(checks), asyncio.TaskGroup() as group:
+        for number in range(20):
+            group.create_task(check("a", number))
+        await until(lambda: is_asked(checks))
+        group.create_task(check("b", 0))
+        await until(lambda: checks._turns.num_waiting("b") == 1)
+        os.kill(pid_of(checks), signal.SIGCONT)
+    assert ended.index("b") <= 2
+
+
+async def test_a_tenant_has_a_bound_on_checks_that_wait(checks: GrammarChecks) -> None:
+    async with stopped(checks):
+        tasks = [
+            asyncio.create_task(checks.check(of({"const": number}), tenant="a"))
+            for number in range(MAX_WAITING + 1)
+        ]
+        await until(lambda: checks._turns.num_waiting("a") == MAX_WAITING)
+        with pytest.raises(FullError, match="checks of grammars") as full:
+            await checks.check(of({"const": "one more"}), tenant="a")
+        assert full.value.bound is Bound.TENANT_CHECKS
+        other = asyncio.create_task(checks.check(of({"const": "b"}), tenant="b"))
+        for task in tasks[2:]:
+            task.cancel()
+    await asyncio.gather(*tasks[:2], other)
+
+
+async def test_the_child_is_asked_through_any_descriptor(checks: GrammarChecks) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    opened = []
+    try:
+        while not opened or opened[-1] < 1024:  # as connections of clients
+            opened.append(os.dup(0))
+        await checks.check(of({"type": "object"}), tenant="t")
+    finally:
+        for one in opened:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_nothing_is_asked_after_the_end(checks: GrammarChecks) -> None:
+    async with stopped(checks):
+        running = asyncio.create_task(checks.check(of({"type": "array"}), tenant="t"))
+        await until(lambda: is_asked(checks))
+        await asyncio.to_thread(checks.close)
+        with pytest.raises(ApiError) as failed:
+            await running
+    assert failed.value.status == 503
+    assert checks._process.pid is None
 
 
 async def test_verdicts_are_bounded(checks: GrammarChecks) -> None:
@@ -177,9 +389,11 @@ async def test_verdicts_are_bounded(checks: GrammarChecks) -> None:
 
 async def test_a_lark_text_is_checked_under_its_path(checks: GrammarChecks) -> None:
     arguments = json.dumps({"type": "object"})
-    await checks.check(validated(f'start: "<call>" args\nargs: %json {arguments}', "tools"))
+    await checks.check(
+        validated(f'start: "<call>" args\nargs: %json {arguments}', "tools"), tenant="t"
+    )
     with pytest.raises(ApiError) as refused:
-        await checks.check(validated("start: nothing", "tools"))
+        await checks.check(validated("start: nothing", "tools"), tenant="t")
     assert (refused.value.param, refused.value.code) == ("tools", "invalid_json_schema")
     with pytest.raises(ApiError):
         validated("x" * (MAX_GRAMMAR_BYTES + 1), "tools")

@@ -21,6 +21,7 @@ from worker.gateway import fetch_attacks
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.config import ConfigWatcher
 from vlm_worker.gateway.fetching import fetcher as module
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import (
@@ -117,6 +118,27 @@ def test_wrong_settings_name_their_field() -> None:
     assert "media.max_redirects: 4" in problem_of(Media(max_redirects=4))
 
 
+@pytest.mark.parametrize("network", ["10.0.0.0/33", "300.1.2.3/8", "images.example/8"])
+def test_an_impossible_network_leaves_the_last_settings_and_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, network: str
+) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text('{"media": {"max_redirects": 1, "allowed_networks": ["10.1.2.3/8"]}}')
+    watcher = ConfigWatcher(path, None, images_per_request=4)
+    first = watcher.now
+    assert (first.config.media.max_redirects, watcher.problem) == (1, "")
+    path.write_text(json.dumps({"media": {"allowed_networks": [network]}}))
+    watcher.reload()
+    watcher.reload()
+    assert watcher.now == first
+    assert watcher.problem.startswith(f"gateway.json: media.allowed_networks: '{network}' ")
+    (warning,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert warning.getMessage() == "the last good settings stay"
+    assert warning.__dict__["reason"] == watcher.problem
+    assert ConfigWatcher(path, None, images_per_request=4).now.config.media == Media()
+    assert caplog.records[-1].getMessage() == "the default settings stay"
+
+
 class ToPort(aiohttp.abc.AbstractResolver):
     """A DNS that sends every name to a port of this machine."""
 
@@ -169,7 +191,7 @@ def parts(*urls: str) -> list[ImagePart]:
 
 async def failure(fetcher: ImageFetcher, url: str, media: Media = LOOPBACK) -> ApiError:
     with pytest.raises(ApiError) as found:
-        await fetcher.fetch(parts(url), media, max_bytes=1000, hold=int)
+        await fetcher.fetch(parts(url), media, tenant="t", max_bytes=1000, hold=int)
     assert found.value.status == 400
     assert (found.value.param or "").startswith("messages[0].content[0]")
     return found.value
@@ -185,7 +207,9 @@ async def test_images_keep_their_positions_and_are_counted_before_they_are_kept(
     async with serving(body, body) as (fetcher, ends):
         held: list[int] = []
         urls = ("http://images.example/0", "data:image/png;base64,", "http://images.example/1")
-        found = await fetcher.fetch(parts(*urls), LOOPBACK, max_bytes=1000, hold=held.append)
+        found = await fetcher.fetch(
+            parts(*urls), LOOPBACK, tenant="t", max_bytes=1000, hold=held.append
+        )
         assert {index: len(data) for index, data in found.items()} == {0: 1000, 2: 1000}
         assert sum(held) == 2000
         assert ends == ["ok", "ok"]
@@ -203,6 +227,7 @@ async def test_one_url_that_is_not_allowed_stops_all_fetches() -> None:
             await fetcher.fetch(
                 parts("http://images.example/0", "http://other.example/0"),
                 LOOPBACK,
+                tenant="t",
                 max_bytes=1000,
                 hold=int,
             )
@@ -307,7 +332,7 @@ async def test_redirects_are_followed_only_as_far_as_allowed() -> None:
         three = msgspec.structs.replace(LOOPBACK, max_redirects=3)
         two = msgspec.structs.replace(LOOPBACK, max_redirects=2)
         found = await fetcher.fetch(
-            parts("http://images.example/0"), three, max_bytes=1000, hold=int
+            parts("http://images.example/0"), three, tenant="t", max_bytes=1000, hold=int
         )
         assert len(found[0]) == 1000
         assert "more than 2" in (await failure(fetcher, "http://images.example/0", two)).message
@@ -335,7 +360,7 @@ async def test_a_certificate_must_be_valid_for_the_host(tmp_path: Path) -> None:
     async with serving(body, tls=tls, trust=trust) as (fetcher, _):
         media = msgspec.structs.replace(LOOPBACK, allowed_domains=["*.example"])
         found = await fetcher.fetch(
-            parts("https://images.example/0"), media, max_bytes=1000, hold=int
+            parts("https://images.example/0"), media, tenant="t", max_bytes=1000, hold=int
         )
         assert len(found[0]) == 1000
         error = await failure(fetcher, "https://wrong.example/0", media)
@@ -347,7 +372,11 @@ async def test_without_memory_nothing_is_kept() -> None:
         held = MemoryBudget(500).hold("t", shared=False)
         with pytest.raises(FullError):
             await fetcher.fetch(
-                parts("http://images.example/0"), LOOPBACK, max_bytes=1000, hold=held.fetch
+                parts("http://images.example/0"),
+                LOOPBACK,
+                tenant="t",
+                max_bytes=1000,
+                hold=held.fetch,
             )
         assert held.num_bytes == 0
         assert ends == ["failed"] or ends == ["cancelled"]
@@ -364,7 +393,9 @@ async def test_fetches_end_with_the_request() -> None:
 
     async with serving(silent) as (fetcher, ends):
         task = asyncio.ensure_future(
-            fetcher.fetch(parts("http://images.example/0"), LOOPBACK, max_bytes=1000, hold=int)
+            fetcher.fetch(
+                parts("http://images.example/0"), LOOPBACK, tenant="t", max_bytes=1000, hold=int
+            )
         )
         await asked.wait()
         task.cancel()

@@ -112,3 +112,16 @@ async def test_a_client_that_leaves_ends_its_fetch(
         await served.gateway.context.idle.wait()
     assert served.gateway.context.memory.used_in_all == 0
     assert served.gateway.context.meters.fetches["cancelled"] == 1
+
+
+async def test_a_request_that_fetches_does_not_count_as_waiting_for_a_worker(
+    served: Stack, images: tuple[Images, int]
+) -> None:
+    limit = served.gateway.context.retry_policy.request_limit
+    sent = asyncio.ensure_future(post(served, "http://a.example/never"))
+    async with asyncio.timeout(10):
+        await images[0].asked.wait()
+        assert limit.num_waiting == 0
+        sent.cancel()
+        await images[0].closed.wait()
+        await served.gateway.context.idle.wait()

@@ -62,6 +62,22 @@ def test_a_request_beyond_the_limit_gets_a_retry_time() -> None:
     assert refused.value.retry_after_seconds > 0
 
 
+def test_a_request_that_pauses_gives_its_place_away_until_it_goes_on() -> None:
+    limit = RequestLimit(1)
+    with limit.enter() as ticket:
+        with limit.paused(ticket):
+            assert limit.num_waiting == 0
+        assert limit.num_waiting == 1
+        other = None
+        with pytest.raises(OverloadedError), limit.paused(ticket):
+            other = limit.enter()
+        assert other is not None
+        other.leave()
+        with pytest.raises(KeyError), limit.paused(ticket):
+            raise KeyError
+    assert limit.num_waiting == 0
+
+
 def test_a_ticket_is_returned_whatever_ends_the_wait() -> None:
     limit = RequestLimit(1)
     with pytest.raises(KeyError), limit.enter():

@@ -11,7 +11,7 @@ from worker.processes.workers import MODEL
 from vlm_worker.core.families import load_family
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.gateway_server import most_connections
-from vlm_worker.gateway.grammar_checks import CHILD_BYTES
+from vlm_worker.gateway.grammar_process import CHILD_BYTES
 from vlm_worker.gateway.memory import CONNECTION_BYTES
 from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.media.pool import decoders_bytes

@@ -87,7 +87,11 @@ class AppliedConfig:
 
 
 class ConfigWatcher:
-    """The applied settings; `watch` is their only writer."""
+    """The applied settings; `watch` is their only writer.
+
+    Attributes:
+        problem: why a file is not applied as it is; empty if all are.
+    """
 
     def __init__(
         self, config: Path | None, api_keys_dir: Path | None, *, images_per_request: int
@@ -99,7 +103,7 @@ class ConfigWatcher:
         keys = None if api_keys_dir is None else ApiKeys(())
         limits = Limits(images_per_request=images_per_request)
         self.now = AppliedConfig(Config(limits=limits), None, keys)
-        self._last_problem = ""
+        self.problem = ""
         self.reload()
 
     async def watch(self) -> None:
@@ -120,9 +124,10 @@ class ConfigWatcher:
         except OSError as error:
             problems.append(f"keys: {error}")
         problem = "; ".join(problems)
-        if problem and problem != self._last_problem:
-            logger.warning("the last good settings stay", extra={"reason": problem})
-        self._last_problem = problem
+        if problem and problem != self.problem:
+            kept = "default" if self.now.config_hash is None else "last good"
+            logger.warning("the %s settings stay", kept, extra={"reason": problem})
+        self.problem = problem
 
     def _reload_config(self) -> None:
         if self._config_path is None:

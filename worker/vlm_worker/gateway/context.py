@@ -66,7 +66,7 @@ class GatewayContext:
         self.meters = GatewayMetrics(clock(), memory=self.memory)
         self.meters.caches = self.registry.caches
         self.tasks = Supervisor(clock=clock)
-        self.fetcher = ImageFetcher(self.meters.fetched)
+        self.fetcher = ImageFetcher(self.meters.fetched, is_shared=self.has_several_tenants)
         self.preparer = Preparer(
             prompt_builder=prompt_builder,
             served_name=settings.served_name,
@@ -108,8 +108,12 @@ class GatewayContext:
 
     def hold_memory(self, tenant: str) -> MemoryReservation:
         """Start the memory account of a request of this tenant."""
+        return self.memory.hold(tenant, shared=self.has_several_tenants())
+
+    def has_several_tenants(self) -> bool:
+        """Whether several tenants have keys, so that each has a share of this gateway."""
         keys = self.config_watcher.now.keys
-        return self.memory.hold(tenant, shared=keys is not None and len(keys.by_tenant) > 1)
+        return keys is not None and len(keys.by_tenant) > 1
 
     def enter(self) -> None:
         """Count a request as in flight."""

@@ -146,13 +146,13 @@ class Endpoint:
         with limit.enter() as ticket:
             trace = exchange.trace = Trace(received=context.clock(), clock=context.clock)
             until = None if timeout is None else trace.received + timeout
+
+            async def guard(work: Awaitable[T]) -> T:
+                with limit.paused(ticket):
+                    return await run_until_ended(work, ends=self._ends(receive, trace, until))
+
             # pass on the only reference, so that the body is freed once it is parsed
-            prepared, options = await self._prepare(
-                body.pop(),
-                exchange,
-                trace,
-                lambda work: run_until_ended(work, ends=self._ends(receive, trace, until)),
-            )
+            prepared, options = await self._prepare(body.pop(), exchange, trace, guard)
             exchange.options = options
             held.prepared(prepared.num_bytes + exchange.dialect.num_bytes)
             texts: list[str] = []

@@ -1,34 +1,35 @@
 """Has a child process check grammars, so that no grammar stops the gateway.
 
-    check(grammar) ─▶ earlier verdicts ─▶ child, one grammar at a time ─▶ ApiError or nothing
+    check(grammar) ─▶ earlier verdicts ─▶ the tenant's turn ─▶ child ─▶ ApiError or nothing
 
 The library has no bound on its time for every text: an intersection of patterns may take minutes.
 The child ends itself after `grammar_child.CPU_SECONDS` of CPU time, or if it exceeds its memory.
+
+A check is a task of its own, for all requests of a tenant with the same grammar. If they all end,
+a check that waits is cancelled. A running one goes on: it is short, and its verdict is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
+import concurrent.futures
+import dataclasses
 import hashlib
 import logging
-import select
-import subprocess
-import sys
-from typing import IO, Final
+from typing import Final
 
-from vlm_worker.gateway.grammar import TOO_COMPLEX, Grammar, error_of
-from vlm_worker.gateway.grammar_child import LENGTH, MEMORY_BYTES
+from vlm_worker.gateway.api.errors import unavailable
+from vlm_worker.gateway.fair_slots import FairSlots
+from vlm_worker.gateway.grammar import Grammar, error_of
+from vlm_worker.gateway.grammar_process import GrammarProcess, NoVerdictError
+from vlm_worker.gateway.memory import Bound
 
 logger = logging.getLogger(__name__)
 
 MAX_VERDICTS: Final = 1024
-CHILD_BYTES: Final = MEMORY_BYTES + (24 << 20)
-"""Resident memory of the child, its libraries included; a part of the gateway's `kept`."""
-
-WALL_SECONDS: Final = 10.0
-"""Time for one grammar, and for the start of the child, on a busy machine."""
+MAX_WAITING: Final = 64
+"""Checks of one tenant that wait for their turn."""
 
 
 class GrammarChecks:
@@ -41,20 +42,37 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._verdicts: collections.OrderedDict[bytes, str] = collections.OrderedDict()
-        self._turn = asyncio.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._running: dict[tuple[str, bytes], _Check] = {}
+        self._turns = FairSlots(
+            1, max_waiting=MAX_WAITING, bound=Bound.TENANT_CHECKS, what="checks of grammars"
+        )
+        self._process = GrammarProcess()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.num_checked = 0
         self.num_refused = 0
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise ApiError (400 `invalid_json_schema`) if the grammar cannot be used."""
-        digest = hashlib.sha256(grammar.text.encode()).digest()
-        if digest not in self._verdicts:
-            async with self._turn:
-                if digest not in self._verdicts:
-                    self._keep(digest, await asyncio.to_thread(self._ask, grammar.text.encode()))
-        self._verdicts.move_to_end(digest)
-        if problem := self._verdicts[digest]:
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether `check` returns at once."""
+        return _digest(grammar) in self._verdicts
+
+    async def check(self, grammar: Grammar, *, tenant: str) -> None:
+        """Check the grammar of a tenant's request.
+
+        Raises:
+            ApiError: 400 `invalid_json_schema`, it cannot be used; 503, there is no verdict.
+            FullError: as many checks of the tenant wait as may.
+        """
+        digest = _digest(grammar)
+        try:
+            problem = self._known(digest)
+            if problem is None:
+                problem = await self._checked(tenant, digest, grammar.text.encode())
+        except NoVerdictError as error:
+            logger.warning("a grammar has no verdict", extra={"reason": str(error)})
+            raise unavailable(
+                f"The gateway could not check '{grammar.path}'. Send the request again later."
+            ) from error
+        if problem:
             logger.info("a grammar was refused", extra={"reason": problem[:200]})
             raise error_of(grammar, problem)
 
@@ -63,10 +81,50 @@ class GrammarChecks:
         self.close()
 
     def close(self) -> None:
-        """End the child."""
-        child, self._child = self._child, None
-        if child is not None:
-            _end(child)
+        """End the child; blocks until it has ended. A running check gets no verdict."""
+        self._process.close()
+        self._thread.shutdown(wait=False)
+
+    def _known(self, digest: bytes) -> str | None:
+        """Return an earlier verdict, which is then kept longer than others; None without one."""
+        if digest in self._verdicts:
+            self._verdicts.move_to_end(digest)
+        return self._verdicts.get(digest)
+
+    async def _checked(self, tenant: str, digest: bytes, text: bytes) -> str:
+        """Wait for a verdict, in the tenant's turn."""
+        key = tenant, digest
+        check = self._running.get(key)
+        if check is None:
+            check = self._running[key] = _Check()
+            check.task = asyncio.create_task(self._run(check, key, text))
+        assert check.task is not None
+        check.num_requests += 1
+        try:
+            return await asyncio.shield(check.task)
+        finally:
+            check.num_requests -= 1
+            if not check.num_requests and not check.is_asked:
+                check.task.cancel()
+                self._forget(check, key)
+
+    async def _run(self, check: _Check, key: tuple[str, bytes], text: bytes) -> str:
+        tenant, digest = key
+        try:
+            async with self._turns.slot(tenant):
+                problem = self._known(digest)  # another tenant may have asked meanwhile
+                if problem is None:
+                    check.is_asked = True
+                    loop = asyncio.get_running_loop()
+                    problem = await loop.run_in_executor(self._thread, self._process.ask, text)
+                    self._keep(digest, problem)
+                return problem
+        finally:
+            self._forget(check, key)
+
+    def _forget(self, check: _Check, key: tuple[str, bytes]) -> None:
+        if self._running.get(key) is check:
+            del self._running[key]
 
     def _keep(self, digest: bytes, problem: str) -> None:
         self.num_checked += 1
@@ -75,51 +133,19 @@ class GrammarChecks:
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    def _ask(self, text: bytes) -> str:
-        """The child's verdict; blocks until it answers or ends."""
-        if self._child is None or self._child.poll() is not None:
-            self.close()
-            self._child = _start()
-        child = self._child
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            child.stdin.write(LENGTH.pack(len(text)) + text)
-            child.stdin.flush()
-            (size,) = LENGTH.unpack(_read(child.stdout, LENGTH.size))
-            return _read(child.stdout, size).decode(errors="replace") if size else ""
-        except (OSError, EOFError, TimeoutError) as error:
-            code = child.poll() if isinstance(error, TimeoutError) else child.wait(WALL_SECONDS)
-            self.close()
-            if code is not None and code >= 0:  # it failed: no limit was exceeded
-                raise RuntimeError(f"the child that checks grammars ended with {code}") from error
-            return TOO_COMPLEX
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Check:
+    """A check that has not ended, and the requests that wait for it.
+
+    Attributes:
+        is_asked: the child has the grammar, or has had it.
+    """
+
+    task: asyncio.Task[str] | None = None
+    num_requests: int = 0
+    is_asked: bool = False
 
 
-def _start() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "vlm_worker.gateway.grammar_child"]
-    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL  # it may end with a stack trace
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, bufsize=0)  # noqa: S603
-
-
-def _read(pipe: IO[bytes], size: int) -> bytes:
-    """Raises EOFError if the child has ended, and TimeoutError if it says nothing."""
-    data = b""
-    while len(data) < size:
-        ready, _, _ = select.select([pipe], [], [], WALL_SECONDS)
-        if not ready:
-            raise TimeoutError
-        part = pipe.read(size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(grammar.text.encode()).digest()

@@ -134,6 +134,7 @@ class Pages:
             num_inflight=context.num_inflight,
             accepting=not context.draining,
             num_lent=context.registry.num_lent_total,
+            has_valid_settings=not context.config_watcher.problem,
         )
         return HttpResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -48,6 +48,8 @@ class Bound(enum.StrEnum):
     MEMORY = "memory"
     TENANT_MEMORY = "tenant_memory"
     WAITING = "waiting"
+    TENANT_CHECKS = "tenant_checks"
+    TENANT_FETCHES = "tenant_fetches"
     CONNECTIONS = "connections"
 
 

@@ -132,9 +132,16 @@ class GatewayMetrics:
             "visual_tokens_per_image_request": mean,
         }
 
-    def exposition(self, *, num_inflight: int, accepting: bool, num_lent: int = 0) -> bytes:
+    def exposition(
+        self,
+        *,
+        num_inflight: int,
+        accepting: bool,
+        num_lent: int = 0,
+        has_valid_settings: bool = True,
+    ) -> bytes:
         registry = CollectorRegistry()
-        registry.register(_Page(self, num_inflight, accepting, num_lent))
+        registry.register(_Page(self, num_inflight, accepting, num_lent, has_valid_settings))
         text: bytes = generate_latest(registry)
         return text
 
@@ -232,6 +239,7 @@ class _Page(Collector):
     num_inflight: int
     accepting: bool
     num_lent: int
+    has_valid_settings: bool
 
     def collect(self) -> Iterable[Family]:
         yield from self.metrics.stages()
@@ -269,6 +277,8 @@ _METRICS: Final[tuple[Metric[_Page], ...]] = (
            lambda page: {kind: page.metrics.memory.used(kind) for kind in Kind}, label="kind"),
     Metric(metrics.GATEWAY_MEMORY_LIMIT_BYTES, GAUGE, "Bytes that requests may hold.",
            lambda page: page.metrics.memory.num_bytes),
+    Metric(metrics.GATEWAY_SETTINGS_VALID, GAUGE, "1 if the files of settings are applied.",
+           lambda page: page.has_valid_settings),
     Metric(metrics.INFLIGHT, GAUGE, "Requests in flight.", lambda page: page.num_inflight),
     Metric(metrics.ACCEPTING, GAUGE, "1 while the process accepts new work.",
            lambda page: page.accepting),

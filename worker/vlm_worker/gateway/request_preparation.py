@@ -11,7 +11,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.requests import (
@@ -32,6 +32,7 @@ from vlm_worker.gateway.conversation import Conversation, client_texts
 from vlm_worker.gateway.dialect import Dialect
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
+from vlm_worker.gateway.grammar import Grammar
 from vlm_worker.gateway.grammar_checks import GrammarChecks
 from vlm_worker.gateway.images import RequestImage, check_count, read_images
 from vlm_worker.gateway.memory import MemoryReservation
@@ -56,9 +57,19 @@ _WHY_OF_ONE_TURN = frozenset({Why.CLASS, Why.LOAD, Why.CONTEXT})
 MAX_WAIT_SECONDS = 600.0
 
 
+T = TypeVar("T")
 Fetched = Mapping[int, bytearray]
-Guard = Callable[[Awaitable[Fetched]], Awaitable[Fetched]]
-"""Awaits, and raises the error of a request that ends meanwhile."""
+
+
+class Guard(Protocol):
+    """Awaits what needs no worker, and raises the error of a request that ends meanwhile."""
+
+    async def __call__(self, work: Awaitable[T]) -> T: ...
+
+
+async def unguarded(work: Awaitable[T]) -> T:
+    """Await the work of a request that nothing ends."""
+    return await work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,21 +109,22 @@ class Preparer:
         """Prepare the request in a body; also returns the options of the response.
 
         The result holds no reference to the body. `held` counts the body's bytes and its values,
-        and the images that are fetched. `trace` gets the time of the fetches, and `guard` ends
-        them if the request ends. `dialect` makes a chat of the body.
+        and the images that are fetched. `trace` gets the time of the fetches. `guard` ends fetches
+        and checks of grammars if the request ends. `dialect` makes a chat of the body.
 
         Raises:
             ApiError: the request is invalid; the error names the field.
-            FullError: the gateway has no memory for the values now.
+            FullError: the gateway has no memory for the values now, or too many fetches or checks
+                of the tenant wait.
         """
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
             parsed, chat = await self.turns.run(self._read_chat(body, held, dialect))
             if chat.options.sampling.grammar is not None:
-                await self.grammar_checks.check(chat.options.sampling.grammar)
-            fetched = await self._fetch(chat, config, held, trace, guard)
+                await self._check_grammars((chat.options.sampling.grammar,), tenant, guard)
+            fetched = await self._fetch(chat, config, held, tenant, trace, guard)
             images = await self.turns.run(self._read_images(chat, parsed, fetched, config, tenant))
-            return await self.chat(chat, images, config, **ids), chat.options
+            return await self.chat(chat, images, config, guard=guard, **ids), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
         return await self.completion(completion, config, **ids), completion.options
@@ -126,11 +138,22 @@ class Preparer:
         self.check_model(request.options.model)
         return parsed, request
 
+    async def _check_grammars(self, grammars: Sequence[Grammar], tenant: str, guard: Guard) -> None:
+        """Check grammars one after another, so that an error names the first that is refused."""
+
+        async def each() -> None:
+            for grammar in grammars:
+                await self.grammar_checks.check(grammar, tenant=tenant)
+
+        are_known = all(self.grammar_checks.knows(grammar) for grammar in grammars)
+        await (each() if are_known else guard(each()))
+
     async def _fetch(
         self,
         request: ChatRequest,
         config: Config,
         held: MemoryReservation,
+        tenant: str,
         trace: Trace,
         guard: Guard,
     ) -> Fetched:
@@ -143,6 +166,7 @@ class Preparer:
                 self.fetcher.fetch(
                     request.images,
                     config.media,
+                    tenant=tenant,
                     max_bytes=config.limits.bytes_per_image,
                     hold=held.fetch,
                 )
@@ -180,6 +204,7 @@ class Preparer:
         *,
         request_id: str,
         tenant: str,
+        guard: Guard = unguarded,
     ) -> PreparedRequest:
         messages = _without(request.messages, [i for i, p in enumerate(checked) if p is None])
         images = tuple(p for p in checked if p is not None)
@@ -207,7 +232,7 @@ class Preparer:
             return self._chat_prompt(_conversation_without(said, dropped), counts)
 
         form = self._answer_form(request, prompt.opening)
-        ask = dataclasses.replace(ask, options=await self._enforcing(request, form))
+        ask = dataclasses.replace(ask, options=await self._enforcing(request, form, tenant, guard))
         prepared = self._prepared_request(ask, prompt_without, images)
         return dataclasses.replace(
             prepared,
@@ -217,7 +242,9 @@ class Preparer:
             pins_session=request.is_session,
         )
 
-    async def _enforcing(self, request: ChatRequest, form: AnswerForm | None) -> Options:
+    async def _enforcing(
+        self, request: ChatRequest, form: AnswerForm | None, tenant: str, guard: Guard
+    ) -> Options:
         """Return the options with the grammar that tools and `response_format` ask for together.
 
         Raises:
@@ -229,8 +256,8 @@ class Preparer:
         if grammar is None or grammar is asked:
             return options
         check_end(options.sampling.given, grammar)
-        for one in (*schemas_of(request.tools), grammar):  # alone, so that an error names its part
-            await self.grammar_checks.check(one)
+        parts = schemas_of(request.tools)  # alone, so that an error names its part
+        await self._check_grammars((*parts, grammar), tenant, guard)
         sampling = dataclasses.replace(options.sampling, grammar=grammar)
         return dataclasses.replace(options, sampling=sampling)
 

@@ -8,7 +8,7 @@ import functools
 import logging
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, serve_gateway
-from vlm_worker.gateway.grammar_checks import CHILD_BYTES
+from vlm_worker.gateway.grammar_process import CHILD_BYTES
 from vlm_worker.gateway.memory import declare
 from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.model.cgroup import memory_limit_bytes

@@ -11,7 +11,7 @@ import dataclasses
 import sys
 
 from vlm_worker.gateway.gateway_server import Gateway, most_connections, running
-from vlm_worker.gateway.grammar_checks import CHILD_BYTES
+from vlm_worker.gateway.grammar_process import CHILD_BYTES
 from vlm_worker.gateway.memory import connection_bytes
 from vlm_worker.gateway.pod_caches import CACHES_BYTES
 from vlm_worker.serve.process import StopSignals, freeze_gc, result_unless

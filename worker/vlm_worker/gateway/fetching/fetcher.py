@@ -25,6 +25,8 @@ import yarl
 
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.fair_slots import FairSlots
+from vlm_worker.gateway.fetching.resolver import RESOLVE_SECONDS, TENANT, ThreadResolver
 from vlm_worker.gateway.fetching.urls import (
     Media,
     Network,
@@ -33,6 +35,7 @@ from vlm_worker.gateway.fetching.urls import (
     check_url,
     is_url,
 )
+from vlm_worker.gateway.memory import Bound
 
 CONNECT_SECONDS: Final = 2.0
 READ_SECONDS: Final = 5.0
@@ -40,6 +43,9 @@ TOTAL_SECONDS: Final = 10.0
 PER_REQUEST: Final = 8
 """Images of one request that are fetched at once."""
 PER_GATEWAY: Final = 64
+"""Images that are fetched at once; one tenant has half of them, if several have keys."""
+MAX_WAITING: Final = 256
+"""Images of one tenant that wait to be fetched."""
 _PIECE: Final = 64 * 1024
 _HEADERS: Final = {
     "Accept": "image/png, image/jpeg, image/webp, image/gif",
@@ -65,51 +71,62 @@ class _TooLargeError(Exception):
 class ImageFetcher:
     """The connections of a gateway to image servers. Opened at the first fetch.
 
-    `on_end` is called with the outcome and the seconds of each fetch. `resolver` and `context` are
-    those of aiohttp; `context` decides which certificates are trusted.
+    `on_end` is called with the outcome and the seconds of each fetch. `is_shared` says whether
+    several tenants have keys. `resolver` and `context` are those of aiohttp; `context` decides
+    which certificates are trusted.
     """
 
     def __init__(
         self,
         on_end: Callable[[str, float], None] = lambda *_: None,
         *,
+        is_shared: Callable[[], bool] = lambda: False,
         resolver: aiohttp.abc.AbstractResolver | None = None,
         context: ssl.SSLContext | None = None,
     ) -> None:
         self._on_end = on_end
-        self._resolver = resolver
+        self._resolver = resolver or ThreadResolver(is_shared)
         self._context = context
         self._sessions: dict[tuple[Network, ...], aiohttp.ClientSession] = {}
-        self._slots = asyncio.Semaphore(PER_GATEWAY)
+        self._slots = FairSlots(
+            PER_GATEWAY,
+            max_waiting=MAX_WAITING,
+            bound=Bound.TENANT_FETCHES,
+            what="fetches of images",
+            is_shared=is_shared,
+        )
 
     async def close(self) -> None:
         """Close all connections."""
         for session in self._sessions.values():
             await session.close()
         self._sessions.clear()
+        await self._resolver.close()
 
     async def fetch(
         self,
         parts: Sequence[ImagePart],
         media: Media,
         *,
+        tenant: str,
         max_bytes: int,
         hold: Callable[[int], None],
     ) -> Mapping[int, bytearray]:
         """Fetch the parts with an http or https URL; return their bytes by position in `parts`.
 
-        `hold` is called with a number of bytes before they are kept.
+        Tenants take turns. `hold` is called with a number of bytes before they are kept.
 
         Raises:
             ApiError: 400 with the path of the part. Nothing is fetched if one URL is not allowed.
-            FullError: from `hold`.
+            FullError: from `hold`, or too many fetches of the tenant wait.
         """
+        TENANT.set(tenant)
         urls = {i: _allowed(part, media) for i, part in enumerate(parts) if is_url(part.url)}
         slots = asyncio.Semaphore(PER_REQUEST)
         found: dict[int, bytearray] = {}
 
         async def one(index: int, url: yarl.URL) -> None:
-            async with slots, self._slots:
+            async with slots, self._slots.slot(tenant):
                 found[index] = await self._one(
                     parts[index], url, media, max_bytes=max_bytes, hold=hold
                 )
@@ -144,7 +161,7 @@ class ImageFetcher:
             outcome = "not_allowed"
             raise _not_allowed("The URL has no valid host", param) from error
         except aiohttp.ClientConnectorError as error:
-            outcome = "failed"
+            outcome = "timeout" if isinstance(error.os_error, TimeoutError) else "failed"
             if isinstance(error.os_error, _NotPublicError):
                 outcome = "not_allowed"
                 raise _not_allowed(str(error.os_error.strerror), param) from error
@@ -277,6 +294,8 @@ def _reason(error: Exception) -> str:
             f"between bytes, or {TOTAL_SECONDS:g} s in all"
         )
     if isinstance(error, aiohttp.ClientConnectorDNSError):
+        if isinstance(error.os_error, TimeoutError):
+            return f"its host takes more than {RESOLVE_SECONDS:g} s to resolve"
         return "its host has no address"
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
         return "the TLS certificate of its server is not valid"

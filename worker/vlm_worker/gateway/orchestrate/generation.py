@@ -218,6 +218,14 @@ class RequestLimit:
         self._tickets.add(ticket)
         return ticket
 
+    @contextlib.contextmanager
+    def paused(self, ticket: AdmissionTicket) -> Iterator[None]:
+        """Do not count a request that waits for no worker. At the end, raises as `check` does."""
+        ticket.leave()
+        yield
+        self.check()
+        self._tickets.add(ticket)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AdmissionTicket:
