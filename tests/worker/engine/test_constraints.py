@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from worker.schemas import SCHEMAS
 
-from vlm_worker.core.grammars import Vocabulary
+from vlm_worker.core import grammars
+from vlm_worker.core.grammars import Matcher, Vocabulary
 from vlm_worker.core.step_values import ConstrainedRow
 from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.engine import Engine
@@ -203,6 +204,24 @@ async def test_an_answer_is_the_same_after_every_token_of_one_schema() -> None:
         "additionalProperties": False,
     }  # fmt: skip
     assert await hold(schema, {}, every=1) is FinishReason.STOP
+
+
+async def test_an_answer_is_the_same_over_the_windows_of_its_matchers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "WINDOW", 20)
+    monkeypatch.setattr(grammars, "SPARE_TOKENS", 8)
+    spares: list[Matcher] = []
+    make_spare = Matcher.make_spare
+
+    def counted(one: Matcher) -> None:
+        spares.append(one)
+        make_spare(one)
+
+    monkeypatch.setattr(Matcher, "make_spare", counted)
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 40}
+    await hold(schema, {"temperature": 1.0, "seed": 1}, every=3)
+    assert spares
 
 
 async def test_a_preempted_answer_goes_on_where_it_was() -> None:
