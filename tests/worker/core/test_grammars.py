@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLParserLimits
 from tokenizers import Tokenizer
 
+from vlm_worker.core import grammars
 from vlm_worker.core.grammars import GrammarError, Matcher, Vocabulary, fill_masks
 
 SIZE = 700  # logits behind the tokenizer's last token
@@ -19,7 +21,13 @@ TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 EOS = 2
 VOCABULARY = Vocabulary(TOKENIZER, vocab_size=SIZE, eos_token_ids=(EOS, 3))
 EXECUTOR = LLExecutor(1)
-ANY = json.dumps({"grammars": [{"json_schema": {"type": "object"}}]}).encode()
+
+
+def of_schema(schema: Any) -> bytes:
+    return json.dumps({"grammars": [{"json_schema": schema}]}).encode()
+
+
+ANY = of_schema({"type": "object"})
 
 
 def allowed(matcher: Matcher, answer: Sequence[int]) -> set[int]:
@@ -52,11 +60,67 @@ def test_a_matcher_that_follows_step_by_step_is_one_that_is_built_at_once() -> N
     assert allowed(stepping, answer) == masks[0], "the same tokens twice are consumed once"
 
 
-def test_a_copy_follows_another_answer() -> None:
-    first = VOCABULARY.compile(b"start: /[abc]+/")
-    second = first.copy()
-    assert allowed(first, ids("a")) == allowed(second, ids("c"))
-    assert first.num_consumed == second.num_consumed == 1
+def test_an_answer_leaves_the_limits_of_another_one_alone() -> None:
+    """A string of 4,000 characters has more lexer states than one matcher may have."""
+    grammar = of_schema({"type": "string", "maxLength": 4000})
+    answer = ids('"' + "Some text with spaces, ünïcode and numbers 123." * 80)
+    before = VOCABULARY.compile(grammar)
+    long = VOCABULARY.compile(grammar)
+    for length in range(len(answer) + 1):
+        assert allowed(long, answer[:length]), (length, long.error)
+    assert allowed(before, answer[:1]) == allowed(VOCABULARY.compile(grammar), answer[:1])
+    assert before.error is None
+
+
+LONG = of_schema({"type": "string", "maxLength": 4000})
+PHRASE = "red circle blue, "
+HOSTILE = b"start: /(.*a.{400}b|.*c.{390}d|.*e.{380}f)*/"
+LIST = {"type": "array", "items": {"type": "string", "maxLength": 40}}
+
+
+def narrow(**changes: Any) -> Vocabulary:
+    """A vocabulary whose matchers soon reach a limit."""
+    limits = {"initial_lexer_fuel": 1_000_000, "step_max_items": 20_000, **changes}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "parser_limits", lambda: LLParserLimits(**limits))
+        return Vocabulary(TOKENIZER, vocab_size=SIZE, eos_token_ids=(EOS, 3))
+
+
+def outcomes(matcher: Matcher, answer: Sequence[int], start: int, end: int) -> dict[int, Any]:
+    """The allowed tokens and the error after each length, until the answer cannot go on."""
+    found: dict[int, Any] = {}
+    for length in range(start, end):
+        found[length] = allowed(matcher, answer[:length]), matcher.error
+        if matcher.error is not None:
+            break
+    return found
+
+
+@pytest.mark.parametrize("window", [20, 50, 10_000])
+@pytest.mark.parametrize(
+    ("grammar", "answer", "limits", "last"),
+    [
+        (LONG, ids('"' + PHRASE * 20), {}, None),
+        (LONG, ids('"' + PHRASE * 100), {"max_lexer_states": 1200}, range(250, 280)),
+        (of_schema(LIST), ids("[" + '"red circle", ' * 20), {"max_lexer_states": 400}, None),
+        (HOSTILE, ids("a" * 90), {"max_lexer_states": 9_000}, None),
+        (HOSTILE, ids("acef" * 40), {"step_lexer_fuel": 20_000}, range(40, 60)),
+    ],
+)
+def test_masks_and_errors_are_those_of_an_answer_that_nobody_interrupts(
+    grammar: bytes, answer: list[int], limits: Any, last: range | None, window: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(grammars, "WINDOW", window)
+    words, count = narrow(**limits), len(answer) + 1
+    want = outcomes(words.compile(grammar), answer, 0, count)
+    assert len(want) == count if last is None else len(want) - 1 in last, "where the limit is"
+    for cut in range(0, len(want), 7):
+        again = outcomes(words.compile(grammar), answer, cut, min(cut + 20, count))
+        assert again == {length: want[length] for length in again}
+    half = len(want) // 2
+    rest = outcomes(words.compile(grammar), answer, half, count)
+    assert rest == {length: want[length] for length in range(half, len(want))}
 
 
 def test_tokens_that_the_grammar_refuses_leave_no_token() -> None:

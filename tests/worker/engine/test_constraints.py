@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from worker.schemas import SCHEMAS
 
-from vlm_worker.core.grammars import Vocabulary
+from vlm_worker.core import grammars
+from vlm_worker.core.grammars import Matcher, Vocabulary
+from vlm_worker.core.step_values import ConstrainedRow
 from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EventStream, PrefillEvent
@@ -44,6 +47,7 @@ TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 EOS = 2
 WORDS = Vocabulary(TOKENIZER, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
 MAX_TOKENS = 120
+TEXT = "Some text with spaces, ünïcode and numbers 123."
 PROMPT = (5, 9, 11, 200, 31)
 _numbers = itertools.count()
 
@@ -132,7 +136,7 @@ def check(schema: Any, answer: Answer) -> None:
         jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
         return
     assert (reason, len(tokens)) == (FinishReason.LENGTH, MAX_TOKENS)
-    native = WORDS.compile(grammar_of(schema))._native
+    native = WORDS.compile(grammar_of(schema)).native
     assert native.validate_tokens(tokens) == len(tokens)
 
 
@@ -202,6 +206,24 @@ async def test_an_answer_is_the_same_after_every_token_of_one_schema() -> None:
     assert await hold(schema, {}, every=1) is FinishReason.STOP
 
 
+async def test_an_answer_is_the_same_over_the_windows_of_its_matchers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "WINDOW", 20)
+    monkeypatch.setattr(grammars, "SPARE_TOKENS", 8)
+    spares: list[Matcher] = []
+    make_spare = Matcher.make_spare
+
+    def counted(one: Matcher) -> None:
+        spares.append(one)
+        make_spare(one)
+
+    monkeypatch.setattr(Matcher, "make_spare", counted)
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 40}
+    await hold(schema, {"temperature": 1.0, "seed": 1}, every=3)
+    assert spares
+
+
 async def test_a_preempted_answer_goes_on_where_it_was() -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 40}
     roomy, tight = engine(), engine(65)
@@ -228,7 +250,7 @@ async def test_constrained_and_free_answers_share_steps_and_are_those_of_each_al
         together = await asyncio.gather(*(answered(one, request) for request in requests))
         assert together == [await answered(one, request) for request in again]
         assert one.constraints is not None
-        assert one.constraints.num_compiled == 1, "the choices of a request compile once"
+        assert one.constraints.num_compiled == 8, "each answer has a matcher of its own"
         assert one.constraints.num_masks > 0
     finally:
         await one.stop()
@@ -247,6 +269,57 @@ async def test_an_answer_that_leaves_its_grammar_is_refused_and_others_go_on() -
         check(schema, answer)
     finally:
         await one.stop()
+
+
+async def test_a_long_answer_leaves_later_ones_of_its_grammar_alone() -> None:
+    """The string has more lexer states than a matcher may have; copies would share them."""
+    schema = {"type": "string", "maxLength": 4000}
+    words, constraints = TOKENIZER.encode('"' + TEXT * 80).ids, Constraints(WORDS)
+    long = await constraints.prepare(asked(schema))
+    for length in range(len(words)):
+        masks = constraints.start_masks([ConstrainedRow(0, long, np.array(words[:length]))], 1)
+        assert masks.words().any(), (length, long.error)
+    after = await constraints.prepare(asked(schema))
+    masks = constraints.start_masks([ConstrainedRow(0, after, np.array(words[:1]))], 1)
+    assert masks.words().any()
+    assert (long.error, after.error) == (None, None)
+
+
+async def test_a_matcher_is_prepared_with_the_delivered_tokens_beside_the_engine() -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 9}
+    one = engine()
+    try:
+        tokens, reason = await answered(one, asked(schema, temperature=1.0, seed=1))
+        assert one.constraints is not None
+        rest = asked(schema, tokens[:4], temperature=1.0, seed=1)
+        matcher = await one.constraints.prepare(rest)
+        assert (matcher.num_consumed, one.constraints.num_compiled) == (4, 2)
+        stream = one.submit_prefill(rest, for_peer=False, matcher=matcher)
+        assert await collected(stream, tokens[:4]) == (tokens, reason)
+        assert one.constraints.num_compiled == 2, "the engine thread compiles nothing"
+    finally:
+        await one.stop()
+
+
+@pytest.mark.parametrize("grammar", [True, False])
+async def test_an_answer_that_was_complete_when_its_pod_was_lost_stops(grammar: bool) -> None:
+    one = engine()
+    try:
+        schema: Any = {"type": "boolean"} if grammar else b""
+        tokens = TOKENIZER.encode("true").ids
+        sampling = {} if grammar else {"stop_token_ids": (EOS,)}
+        for for_peer in (False, True):
+            complete = asked(schema, (*tokens, EOS), **sampling)
+            stream = one.submit_prefill(complete, for_peer=for_peer)
+            assert await collected(stream, []) == ([], FinishReason.STOP)
+        assert one.stats().inflight == 0
+    finally:
+        await one.stop()
+
+
+@pytest.mark.parametrize(("num_cpus", "num_threads"), [(1, 1), (7, 1), (9, 2), (96, 4)])
+def test_a_quarter_of_the_cpus_of_the_process_fills_masks(num_cpus: int, num_threads: int) -> None:
+    assert Constraints(WORDS, num_cpus=num_cpus).num_threads == num_threads
 
 
 @pytest.mark.parametrize(

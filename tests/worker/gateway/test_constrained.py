@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import jsonschema
@@ -13,7 +13,11 @@ import pytest
 from worker.gateway.image_files import ask, png
 from worker.gateway.stack import E_PD, EPD, ONE_PROCESS, P, Stack, client, stack, stack_of
 
-from vlm_worker.types import Role, Stage
+from vlm_worker.engine.events import EventStream, PrefillEvent
+from vlm_worker.errors import PeerLostError
+from vlm_worker.roles import decode
+from vlm_worker.types import FinishReason, Role, Stage
+from vlm_worker.wire.messages import Finished, Tokens
 
 SCHEMA = {
     "type": "object",
@@ -103,6 +107,33 @@ async def test_an_answer_continues_identically_if_its_decode_pod_is_lost(after: 
         assert text == whole.choices[0].message.content
         check(text)
         await served.until_idle()
+
+
+@pytest.mark.parametrize("pods", [TWO_DECODE, (*E_PD, E_PD[1])])
+async def test_an_answer_stops_if_its_pod_is_lost_between_its_last_token_and_its_end(
+    pods: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Finished] = []
+    real = decode.answer_of
+
+    async def answer_of(stream: EventStream[PrefillEvent]) -> AsyncGenerator[Tokens | Finished]:
+        async for event in real(stream):
+            if isinstance(event, Finished) and not lost:
+                lost.append(event)
+                raise PeerLostError("the pod is lost before it says that the answer has ended")
+            yield event
+
+    async with stack(*pods) as served, client(served) as api:
+        whole = await api.chat.completions.create(**body())
+        monkeypatch.setattr(decode, "answer_of", answer_of)
+        again = await api.chat.completions.create(**body())
+        await served.until_idle()
+    assert [finished.reason for finished in lost] == [FinishReason.STOP]
+    assert again.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    assert again.choices[0].message.content == whole.choices[0].message.content
+    assert again.usage is not None
+    assert whole.usage is not None
+    assert again.usage.completion_tokens == whole.usage.completion_tokens
 
 
 async def test_a_refused_schema_names_its_keyword_and_reaches_no_worker() -> None:

@@ -19,7 +19,8 @@ from vlm_local.subprocesses import tied
 from vlm_worker.core.families import load_family
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.gateway.prompts import PromptBuilder
-from vlm_worker.serve.loading import eos_token_ids
+from vlm_worker.serve.loading import eos_token_ids, load_vocabulary
+from vlm_worker.testing import ChecksumRunner
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 SMALL = tuple(file for file in sorted(MODEL.iterdir()) if file.suffix in {".json", ".jinja"})
@@ -130,3 +131,21 @@ async def test_the_process_ends_with_1_and_one_line(
     lines = [line for line in said.decode().splitlines() if not line.startswith("{")]
     assert len(lines) == 1 or command == ("serve",), lines
     assert message in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ids"), [(None, (10**6,)), (b"{}", (2,)), (POINTER, (2,)), (b"\xff", (2,))]
+)
+def test_a_tokenizer_that_grammars_cannot_read_ends_no_start(
+    model: Path, tokenizer: bytes | None, ids: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker's Hello then says that it constrains no answer."""
+    file = model / "tokenizer.json"
+    whole = file.read_bytes()
+    assert load_vocabulary(model, ChecksumRunner(), (2, 10**6)) is not None
+    try:
+        file.write_bytes(whole if tokenizer is None else tokenizer)
+        assert load_vocabulary(model, ChecksumRunner(), ids) is None
+    finally:
+        file.write_bytes(whole)
+    assert "answers cannot be constrained" in caplog.text

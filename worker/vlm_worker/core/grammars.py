@@ -2,8 +2,9 @@
 
     grammar text ─▶ Vocabulary.compile ─▶ Matcher ─▶ fill_masks: one bit per token of the next step
 
-Law: the state of a matcher is f(grammar, tokens of the answer). No message carries it. A pod that
-gets a sequence, from a peer, after a preemption or with delivered tokens, builds it from them.
+Law: masks and errors are f(grammar, tokens of the answer). No message carries the state. A pod that
+gets a sequence, from a peer or with delivered tokens, builds it from them. Two matchers share
+nothing, so no answer takes the limits of another one.
 
 A grammar is a text of llguidance: Lark, or JSON with a JSON Schema. An answer may end, by a token
 that ends the model's answers, if and only if the grammar accepts it. Control tokens are in no
@@ -12,8 +13,9 @@ answer, unless the grammar names them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -24,6 +26,19 @@ from vlm_worker.core.token_texts import TokenTexts
 
 if TYPE_CHECKING:  # engines read no text
     from tokenizers import Tokenizer
+
+
+WINDOW: Final = 512
+"""Tokens W of an answer after which a new matcher of the library takes over.
+
+It bounds the lexer states of a matcher: a token in a bounded string adds 9 to 18.
+"""
+
+SPARE_TOKENS: Final = 64
+"""Tokens before the end of a window at which the matcher of the next one is compiled."""
+
+LEAST_TOKENS: Final = 16
+"""Tokens that a matcher follows before a limit, else the answer fails: to replace it takes time."""
 
 
 class GrammarError(Exception):
@@ -52,7 +67,7 @@ class Vocabulary:
         self._tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=ids)  # type: ignore[arg-type]
 
     def compile(self, grammar: bytes) -> Matcher:
-        """The matcher of a grammar before the first token. Milliseconds; any thread may call it.
+        """A matcher of a grammar before the first token. Milliseconds; any thread may call it.
 
         Raises GrammarError with the library's reason.
         """
@@ -62,50 +77,121 @@ class Vocabulary:
             text = grammar.decode()
         except UnicodeDecodeError as error:
             raise GrammarError("it is not UTF-8") from error
-        native = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        if native.is_error():
-            raise GrammarError(native.get_error())
-        return Matcher(native, self.eos_token_ids)
+        make = functools.partial(LLMatcher, self._tokenizer, text, log_level=0, limits=self._limits)
+        return Matcher(make, self.eos_token_ids)
 
 
 class Matcher:
-    """The grammar of one sequence. One thread at a time uses it.
+    """The grammar of one sequence. One thread at a time uses it; `make_spare` may run beside it.
+
+    The library's matcher caches what it has seen of the grammar: lexer states, of which a limit
+    bounds the number. So its masks depend on the answer alone, but what is left of its limits
+    depends on all that it has computed. To keep the law for errors too, all matchers compute the
+    same for an answer:
+
+        token      0 ...................... W .................... 2W ....
+        matcher    [a new one, all masks]   [a new one, all masks]   [a new one
+                                             it consumes W tokens     it consumes 2W tokens
+
+    A matcher that is built for c tokens begins with the last multiple of W, and computes the masks
+    from there to c. At a limit, a new one consumes the whole answer; it has fewer states. If its
+    mask fails too, or the limit comes after fewer than `LEAST_TOKENS`, the answer fails. If only
+    the new matcher of a window fails, the old one goes on.
 
     Attributes:
         eos_token_ids: the tokens that end an answer.
+        native: the matcher of the library that has consumed the answer.
         num_consumed: tokens of the answer that it has consumed.
         error: why it allows no token any more; None while it may.
+
+    Raises GrammarError with the library's reason if `make` makes a matcher with an error.
     """
 
-    def __init__(self, native: LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
-        self._native = native
+    def __init__(self, make: Callable[[], LLMatcher], eos_token_ids: tuple[int, ...]) -> None:
+        self._make = make
+        self.native = make()
+        if self.native.is_error():
+            raise GrammarError(self.native.get_error())
         self.eos_token_ids = eos_token_ids
         self.num_consumed = 0
         self.error: str | None = None
+        self._began = 0  # tokens of the answer when `native` was made
+        self._num_masked = -1  # tokens of the answer at the last mask
+        self._spare: LLMatcher | None = None
+        self._num_spares = 0
 
-    def copy(self) -> Matcher:
-        """A matcher of the same state, for another sequence."""
-        copied = Matcher(self._native.deep_copy(), self.eos_token_ids)
-        copied.num_consumed, copied.error = self.num_consumed, self.error
-        return copied
-
-    def follow(self, answer: np.ndarray) -> LLMatcher | None:
-        """Consume the tokens of `answer` that are new to it; None if the grammar refuses one.
+    def follow(self, answer: np.ndarray) -> bool:
+        """Consume the tokens of `answer` that are new to it; False if the grammar refuses one.
 
         `answer` has all tokens of the answer, and begins with those that were consumed before.
         """
         assert len(answer) >= self.num_consumed, "an answer never loses tokens"
-        new = answer[self.num_consumed :].tolist()
-        if self.error is None and new and not self._native.consume_tokens(new):
-            self.error = "the grammar does not allow the tokens so far"
+        if self.num_consumed == 0 and self._num_masked < 0:
+            self._begin(answer)
+        while self.error is None and self.num_consumed < len(answer):
+            if self._num_masked < self.num_consumed:
+                self.native.compute_bitmask()
+                self.check(answer[: self.num_consumed])
+            else:
+                self._consume(answer[: self.num_consumed + 1])
         self.num_consumed = len(answer)
-        return self._native if self.error is None else None
-
-    def check(self) -> bool:
-        """Whether the mask that it has filled may be used; a limit may be exceeded."""
-        if self.error is None and self._native.is_error():
-            self.error = "the grammar exceeds a limit of time or memory after the tokens so far"
         return self.error is None
+
+    def check(self, answer: np.ndarray) -> bool:
+        """Whether the answer may go on after `native` has filled the mask of its next token.
+
+        If a limit was exceeded, another `native` is there, and must fill the mask.
+        """
+        self._num_masked = self.num_consumed
+        if self.error is None and self.native.is_error():
+            self._replace(answer)
+        return self.error is None
+
+    def claim_spare(self) -> bool:
+        """Whether the caller shall have another thread call `make_spare`; once per window."""
+        window, place = divmod(self.num_consumed, WINDOW)
+        if WINDOW - place > SPARE_TOKENS or self._num_spares > window:
+            return False
+        self._num_spares = window + 1
+        return True
+
+    def make_spare(self) -> None:
+        """Compile the matcher of the next window, so that no step waits for it."""
+        self._spare = self._make()
+
+    def _begin(self, answer: np.ndarray) -> None:
+        """Begin with the last window of an answer whose first tokens others have computed."""
+        for start in range(len(answer) // WINDOW * WINDOW, 0, -WINDOW):
+            if (native := self._fresh(answer[:start])) is not None:
+                self.native, self._began, self.num_consumed = native, start, start
+                return
+
+    def _consume(self, answer: np.ndarray) -> None:
+        """Consume the last token of `answer`."""
+        self.num_consumed = len(answer)
+        if not self.native.consume_token(int(answer[-1])):
+            self._replace(answer)
+        elif len(answer) % WINDOW == 0 and (native := self._fresh(answer)) is not None:
+            self.native, self._began = native, len(answer)
+
+    def _replace(self, answer: np.ndarray) -> None:
+        """Replace a matcher with an error by a new one."""
+        native = self._make()
+        if not native.consume_tokens(answer.tolist()):
+            self.error = "the grammar does not allow the tokens so far"
+            return
+        native.compute_bitmask()
+        if native.is_error() or len(answer) - self._began < LEAST_TOKENS:
+            self.error = "the grammar exceeds a limit of time or memory after the tokens so far"
+            return
+        self.native, self._began = native, len(answer)
+
+    def _fresh(self, answer: np.ndarray) -> LLMatcher | None:
+        """A new matcher that has consumed an answer, and its mask; None if it fails."""
+        native, self._spare = self._spare or self._make(), None
+        if native.consume_tokens(answer.tolist()):
+            native.compute_bitmask()
+        return None if native.is_error() else native
 
 
 def fill_masks(
@@ -116,17 +202,20 @@ def fill_masks(
     Bit `i % 32` of word `i // 32` is token i. The mask of a matcher with an error has no token.
     """
     following = [
-        (native, at)
+        (matcher.native, at)
         for at, (matcher, answer) in enumerate(matchers)
-        if (native := matcher.follow(answer)) is not None
+        if matcher.follow(answer)
     ]
     words.fill(0)
+    num_bytes = words.shape[1] * words.itemsize
     if following:
-        num_bytes = words.shape[1] * words.itemsize
         executor.unsafe_compute_mask_ptr(following, words.ctypes.data, num_bytes, len(words))
-    for at, (matcher, _) in enumerate(matchers):
-        if not matcher.check():
+    for native, at in following:
+        matcher, answer = matchers[at]
+        if not matcher.check(answer):
             words[at] = 0
+        elif matcher.native is not native:
+            matcher.native.unsafe_compute_mask_ptr(words[at].ctypes.data, num_bytes)
 
 
 class _TokenSource:

@@ -1,17 +1,18 @@
-"""Constrained answers in the engine: grammars compiled once, masks filled while the model computes.
+"""Constrained answers in the engine: a matcher per sequence, masks filled beside the model.
 
-event loop       compile(grammar) ─▶ cache                     before the request is submitted
-engine thread    matcher(grammar) ─▶ a copy for the sequence   start_masks ─▶ runner.execute
+event loop       prepare(request) ─▶ submit_prefill or receive
+compile threads  └▶ Vocabulary.compile, delivered tokens       the next window's matcher
+engine thread                                                  start_masks ─▶ runner.execute
 mask thread                                                    fill_masks ─▶ PendingMasks.words
+
+No matcher is kept for the next request with its grammar: the library's copies share their limits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,14 +25,12 @@ from llguidance import LLExecutor
 from vlm_worker.core.grammars import GrammarError, Matcher, Vocabulary, fill_masks
 from vlm_worker.core.step_values import ConstrainedRow
 from vlm_worker.errors import InvalidRequestError
+from vlm_worker.types import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_CACHED: Final = 64
-"""Compiled grammars that are kept; most requests of a service use few."""
-
 MAX_THREADS: Final = 4
-"""Threads that fill the masks of one step, beside the model's."""
+"""Threads that fill the masks of one step, beside the model's; as many compile grammars."""
 
 
 class PendingMasks:
@@ -49,54 +48,56 @@ class PendingMasks:
 class Constraints:
     """The grammars of one engine. Any thread may call `matcher`.
 
+    Args:
+        num_cpus: that this process may use; a quarter of them fills masks.
+
     Attributes:
-        num_compiled, compile_seconds: grammars that were compiled, and their time.
+        num_compiled, compile_seconds: matchers of sequences that were compiled, and their time.
         num_masks, mask_seconds: masks that were filled, and their time, most of it in parallel to
             the model.
+        num_threads: that fill the masks of one step, and that compile.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, clock: Callable[[], float] = time.monotonic
+        self,
+        vocabulary: Vocabulary,
+        *,
+        num_cpus: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._vocabulary = vocabulary
         self._clock = clock
         self._lock = threading.Lock()
-        self._compiled: collections.OrderedDict[bytes, Matcher] = collections.OrderedDict()
+        self.num_threads = min(MAX_THREADS, max(1, num_cpus // 4))
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._executor = LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
+        self._compiler = ThreadPoolExecutor(self.num_threads, thread_name_prefix="grammars")
+        self._executor = LLExecutor(self.num_threads)
         self.num_compiled = 0
         self.compile_seconds = 0.0
         self.num_masks = 0
         self.mask_seconds = 0.0
 
-    async def compile(self, grammar: bytes) -> None:
-        """Compile a grammar on another thread if it is not cached: `matcher` then only copies it.
+    async def prepare(self, request: Request) -> Matcher:
+        """The matcher of a request with a grammar, after its delivered tokens. For one sequence.
 
         Raises InvalidRequestError if it is no grammar, or exceeds a limit.
         """
-        if grammar not in self._compiled:
-            await asyncio.to_thread(self.matcher, grammar)
+        make = functools.partial(self.matcher, request)
+        return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
 
-    def matcher(self, grammar: bytes) -> Matcher:
-        """A matcher of a grammar before the first token. Raises as `compile` does."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
-                self._compiled.move_to_end(grammar)
-                return found.copy()
+    def matcher(self, request: Request) -> Matcher:
+        """As `prepare`, on the calling thread: milliseconds."""
         started = self._clock()
         try:
-            made = self._vocabulary.compile(grammar)
+            made = self._vocabulary.compile(request.sampling.grammar)
         except GrammarError as error:
             logger.warning("a grammar was refused", extra={"reason": str(error)})
             raise _refused("the grammar cannot be used on this worker") from error
+        made.follow(np.array(request.token_ids[request.num_prompt_tokens :], np.int32))
         with self._lock:
             self.num_compiled += 1
             self.compile_seconds += self._clock() - started
-            self._compiled[grammar] = made
-            while len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-            return made.copy()
+        return made
 
     def start_masks(self, constrained: Sequence[ConstrainedRow], num_rows: int) -> PendingMasks:
         """Start to fill the masks of a step with R rows; the tokens must not change meanwhile."""
@@ -111,7 +112,28 @@ class Constraints:
         fill_masks(pairs, words, self._executor)
         self.num_masks += len(pairs)
         self.mask_seconds += self._clock() - started
+        for matcher, _ in pairs:
+            if matcher.claim_spare():
+                self._compiler.submit(matcher.make_spare)
         return words
+
+
+def matcher_of(
+    request: Request, constraints: Constraints | None, prepared: Matcher | None
+) -> Matcher | None:
+    """The matcher of a request on the engine thread: `prepared`, unless the caller made none.
+
+    Raises InvalidRequestError if this engine cannot constrain the answer.
+    """
+    if not request.sampling.grammar or prepared is not None:
+        return prepared
+    if constraints is None:
+        raise InvalidRequestError(
+            "this worker does not constrain answers: its model has no tokenizer.json, or no "
+            "token that ends an answer",
+            param="response_format",
+        )
+    return constraints.matcher(request)
 
 
 def refused_by(matcher: Matcher) -> InvalidRequestError:

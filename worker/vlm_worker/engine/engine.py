@@ -26,6 +26,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+from vlm_worker.core.grammars import Matcher
 from vlm_worker.engine.attempts import BlockLoan
 from vlm_worker.engine.constraints import Constraints
 from vlm_worker.engine.embedding_files import EmbeddingFiles
@@ -172,20 +173,28 @@ class Engine:
 
     # ---- prefill ---------------------------------------------------------------------------------
 
-    def submit_prefill(self, request: Request, *, for_peer: bool) -> EventStream[PrefillEvent]:
+    def submit_prefill(
+        self, request: Request, *, for_peer: bool, matcher: Matcher | None = None
+    ) -> EventStream[PrefillEvent]:
         """Queue a request.
 
         With `for_peer`, the stream ends after the first token. The KV stays until `release` or
         `adopt_local`, and BlocksReady names the blocks that `readable_blocks` copies meanwhile. If
         that token ends the answer, FinishedEvent follows it and nothing is held. Without it, the
-        whole answer is generated here. It consumes a reservation under the same key.
+        whole answer is generated here. It consumes a reservation under the same key. If the last
+        delivered token ends the answer, FinishedEvent is the only event.
+
+        `matcher` is what `Constraints.prepare` made for this request. If it has a grammar and none
+        is given, the engine thread compiles the grammar.
 
         A refusal is a FailedEvent: ContextTooLongError, InvalidRequestError, OverloadedError,
         DuplicateError, DrainingError.
         """
         return self._stream(
             request.key,
-            lambda state, stream: state.sequences.submit(request, stream, for_peer=for_peer),
+            lambda state, stream: state.sequences.submit(
+                request, stream, for_peer=for_peer, matcher=matcher
+            ),
         )
 
     async def prefetch(self, request: Request) -> PrefetchResult:
@@ -251,19 +260,21 @@ class Engine:
         """
         await self._thread.call(lambda state: state.sequences.reserve(key, num_tokens))
 
-    async def receive(self, request: Request, *, in_place: bool = False) -> ReceiveResult:
+    async def receive(
+        self, request: Request, *, in_place: bool = False, matcher: Matcher | None = None
+    ) -> ReceiveResult:
         """Turn the reservation into blocks; returns the first block that a peer has to deliver.
 
         `BlockShape.num_blocks` is the number of the request's blocks; if `first_block` equals this
         number, nothing is missing. With `in_place` the engine lends the memory of the blocks if the
         runner allows it: one thread of the caller writes there, the caller confirms the blocks, and
-        it always returns the loan.
+        it always returns the loan. `matcher` is as in `submit_prefill`.
 
         Raises:
             OverloadedError: the reservation was too small, and too few blocks are available.
         """
         return await self._thread.call(
-            lambda state: state.sequences.receive(request, in_place=in_place)
+            lambda state: state.sequences.receive(request, in_place=in_place, matcher=matcher)
         )
 
     async def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:

@@ -37,6 +37,7 @@ from vlm_worker.engine.attempts import (
     ResourceKind,
     Track,
 )
+from vlm_worker.engine.constraints import matcher_of
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner, run_device_copy
@@ -47,7 +48,6 @@ from vlm_worker.errors import (
     DuplicateError,
     EngineError,
     GoneError,
-    InvalidRequestError,
     OverloadedError,
     WorkerError,
 )
@@ -107,28 +107,35 @@ class Sequences:
         self.work = StepTimeModel()
         self.on_new: Callable[[], None] = lambda: None
         self._limits = context.limits
-        self._positions = positions
-        self._runner = runner
+        self._positions, self._runner = positions, runner
         self._prompt_embeddings = prompt_embeddings
         self._constraints = context.constraints
         self._events, self._clock = context.events, context.clock
-        self._draining = False
-        self._arrivals = 0
+        self._draining, self._arrivals = False, 0
 
     # ---- in --------------------------------------------------------------------------------------
     def submit(
-        self, request: Request, stream: EventStream[PrefillEvent], *, for_peer: bool
+        self,
+        request: Request,
+        stream: EventStream[PrefillEvent],
+        *,
+        for_peer: bool,
+        matcher: Matcher | None = None,
     ) -> None:
         try:
             self.check_new(request.key)
             self._check_limits(len(request.token_ids), for_peer=for_peer)
-            sequence = self.make(request, for_peer=for_peer)
+            sequence = self.make(request, for_peer=for_peer, matcher=matcher)
         except WorkerError as error:
             self._events.fail(stream, error)
             return
         attempt = self.start(sequence)
         attempt.stream, attempt.first_only, attempt.supplied = stream, for_peer, True
         sequence.reserved_blocks = self._redeem(attempt, sequence)
+        if request.num_delivered_tokens and self._is_stop(request.token_ids[-1], sequence):
+            self.scheduler.add(sequence)
+            self.finish(sequence, FinishReason.STOP)  # its pod was lost before it could say so
+            return
         start = self.scheduler.look_up(sequence)
         if not self._prompt_embeddings.is_cached(sequence, start):
             sequence.lane = Lane.VISION
@@ -181,14 +188,17 @@ class Sequences:
         seconds = self.batch.min_steps_to_finish * self.predict(len(self.batch))
         return retry_after(self.predict(self.scheduler.waiting.num_tokens) + seconds)
 
-    def make(self, request: Request, *, for_peer: bool) -> Sequence:
+    def make(self, request: Request, *, for_peer: bool, matcher: Matcher | None = None) -> Sequence:
         """Make and count a sequence; raises the error of a request that cannot run here."""
-        sequence = self.build(request, arrival=self._arrivals + 1, for_peer=for_peer)
+        arrival = self._arrivals + 1
+        sequence = self.build(request, arrival=arrival, for_peer=for_peer, matcher=matcher)
         self._arrivals += 1
         self.num_requests += 1
         return sequence
 
-    def build(self, request: Request, *, arrival: int, for_peer: bool) -> Sequence:
+    def build(
+        self, request: Request, *, arrival: int, for_peer: bool, matcher: Matcher | None = None
+    ) -> Sequence:
         """Build a sequence; raises the error of a request that cannot run here."""
         settings = self.settings
         validate_request(
@@ -203,7 +213,6 @@ class Sequences:
             raise
         except Exception as error:  # nothing that a request says may end the thread
             raise EngineError(f"the positions of the prompt failed: {error!r}") from error
-        matcher = self._matcher(request.sampling.grammar)
         return Sequence(
             request=request,
             arrival=arrival,
@@ -214,20 +223,11 @@ class Sequences:
             for_peer=for_peer,
             kept_permille=kept_permille_of(request, settings.kv_prune_text),
             embeddings=[None] * len(request.items),
-            matcher=matcher,
+            matcher=matcher_of(request, self._constraints, matcher),
         )
 
-    def _matcher(self, grammar: bytes) -> Matcher | None:
-        """The matcher of a grammar before the first token; the steps let it follow the answer."""
-        if not grammar:
-            return None
-        if self._constraints is None:
-            raise InvalidRequestError(
-                "this worker does not constrain answers: its model has no tokenizer.json, or no "
-                "token that ends an answer",
-                param="response_format",
-            )
-        return self._constraints.matcher(grammar)
+    def _is_stop(self, token_id: int, sequence: Sequence) -> bool:
+        return token_id in stop_ids(sequence, eos_token_ids=self.settings.eos_token_ids)
 
     def start(self, sequence: Sequence) -> Attempt:
         """Let the attempt of its key own a new sequence."""
@@ -305,12 +305,14 @@ class Sequences:
             )
         self.attempts.open(key).acquire(ReservedBlocks(self.pool, count))
 
-    def receive(self, request: Request, *, in_place: bool) -> ReceiveResult:
+    def receive(
+        self, request: Request, *, in_place: bool, matcher: Matcher | None = None
+    ) -> ReceiveResult:
         key, pool = request.key, self.pool
         reserved = next(iter(self.attempts.of(key, ReservedBlocks)), None)
         if reserved is None:
             raise GoneError(f"{key.request_id} attempt {key.attempt} has no reservation here")
-        sequence = self.make(request, for_peer=False)
+        sequence = self.make(request, for_peer=False, matcher=matcher)
         num_tokens = sequence.num_tokens
         self.scheduler.look_up(sequence)
         # the first token is known already, so that a hit may cover the whole prompt here
@@ -385,7 +387,7 @@ class Sequences:
         attempt.stream = stream
         sequence.token_ids = np.append(sequence.token_ids, np.int32(first_token_id))
         max_tokens = max_total_tokens(sequence, max_model_len=self.settings.max_model_len)
-        if first_token_id in stop_ids(sequence, eos_token_ids=self.settings.eos_token_ids):
+        if self._is_stop(first_token_id, sequence):
             self.finish(sequence, FinishReason.STOP)
         elif sequence.num_tokens >= max_tokens:
             self.finish(sequence, FinishReason.LENGTH)

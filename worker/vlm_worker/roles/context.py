@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+from vlm_worker.core.grammars import Matcher
 from vlm_worker.core.leases import Lease, LeaseTable
 from vlm_worker.core.request_memory import MemoryBudget
 from vlm_worker.core.sources import Sources
@@ -102,14 +103,15 @@ class RoleContext:
     def start(self) -> None:
         self._supervisor.start(self._sweep, name="sweep leases", at_end=AtEnd.FAIL)
 
-    async def compile_grammar(self, request: Request) -> None:
-        """Compile the grammar of a request, if it has one, before the engine gets it.
+    async def matcher(self, request: Request) -> Matcher | None:
+        """The matcher of a request's grammar, if it has one: no step waits while it is compiled.
 
         Raises InvalidRequestError if it cannot be used.
         """
-        grammar, constraints = request.sampling.grammar, self.engine.constraints
-        if grammar and constraints is not None:
-            await constraints.compile(grammar)
+        constraints = self.engine.constraints
+        if not request.sampling.grammar or constraints is None:
+            return None
+        return await constraints.prepare(request)
 
     async def close(self) -> None:
         """Stop sweeping, wait for the background tasks, and disconnect from the peers."""

@@ -163,12 +163,12 @@ class DecodeRole:
     async def _pull(self, call: DecodeCall) -> Commit:
         """Fetch all blocks that are not in our prefix cache, and pass them on as they arrive."""
         context, request, source = self._context, call.request, call.kv
-        await context.compile_grammar(request)
+        matcher = await context.matcher(request)
         check_fingerprint(source.fingerprint, self._layout.fingerprint)
         shape = BlockKinds.of_layout(self._layout).of_items(request.items)
         async with context.peers.hold(source) as peer:
             try:
-                received = await context.engine.receive(request, in_place=True)
+                received = await context.engine.receive(request, in_place=True, matcher=matcher)
                 memory = received.memory
                 transfer = peer.pull(
                     Fetch.KV,

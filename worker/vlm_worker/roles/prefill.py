@@ -25,6 +25,7 @@ from contextlib import aclosing
 from typing import Any, Self
 
 from vlm_worker.core.block_kinds import BlockKinds
+from vlm_worker.core.grammars import Matcher
 from vlm_worker.core.kv_cache import content_of
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, DrainingError, EngineError, Refusal
@@ -94,8 +95,7 @@ class PrefillRole:
                 async with EmbeddingFetcher(context, call) as embeddings:
                     queued = timer.arrived + timer.now()
                     await context.delay("prefill_queue")
-                    await context.compile_grammar(call.request)
-                    stream = self._submit(call)
+                    stream = self._submit(call, await context.matcher(call.request))
                     yield Reply(self._accepted(call), (), timer.now())
                     progress = _Progress(submitted=queued)
                     await self._compute(call, stream, embeddings, producer, progress)
@@ -105,7 +105,7 @@ class PrefillRole:
                 if not context.attempts.holds(call.transfer_id):
                     # the lease ended during the prefill; a KV that was adopted stays
                     context.run(context.engine.release(key))
-                yield Reply(_first_token(progress), spans, timer.now())
+                yield Reply(_first_token(call.request, progress), spans, timer.now())
                 yield Reply(PrefillDone(), (), timer.now())
             finally:
                 if not finished:
@@ -128,13 +128,13 @@ class PrefillRole:
         """The frames of a prompt's KV, as blocks are written."""
         return self._context.fetch(call, fingerprint=self._layout.fingerprint, large=large)
 
-    def _submit(self, call: PrefillCall) -> EventStream[PrefillEvent]:
+    def _submit(self, call: PrefillCall, matcher: Matcher | None) -> EventStream[PrefillEvent]:
         request = call.request
         if not call.handoff:
             max_tokens = request.num_delivered_tokens + 1
             sampling = dataclasses.replace(request.sampling, max_tokens=max_tokens)
             request = dataclasses.replace(request, sampling=sampling)
-        return self._context.engine.submit_prefill(request, for_peer=call.handoff)
+        return self._context.engine.submit_prefill(request, for_peer=call.handoff, matcher=matcher)
 
     def _offer(self, call: PrefillCall, handle: AttemptHandle) -> Producer:
         key = call.request.key
@@ -195,15 +195,21 @@ class PrefillRole:
                         producer.fail(error)
                         raise error
         if progress.token is None:
-            raise EngineError("the engine ended the prompt without a token")
+            if progress.finish is None:
+                raise EngineError("the engine ended the prompt without a token")
+            return  # the last delivered token ends the answer: there is no KV to commit
         num_tokens = len(call.request.token_ids)
         num_units = self._num_blocks(call.request)
         producer.finish(Commit(num_units, num_tokens, progress.token.token_id, progress.finish))
 
 
-def _first_token(progress: _Progress) -> FirstToken:
+def _first_token(request: Request, progress: _Progress) -> FirstToken:
+    """The first token; the last delivered one if it ends the answer, which gateways know."""
     token = progress.token
-    assert token is not None
+    if token is None:
+        return FirstToken(
+            request.num_delivered_tokens - 1, request.token_ids[-1], 0, progress.finish
+        )
     return FirstToken(
         token.index, token.token_id, token.num_cached_tokens, progress.finish, token.logprobs
     )

@@ -202,7 +202,7 @@ def load_vocabulary(
 ) -> Vocabulary | None:
     """What grammars read of a model; None, and a log line, if it lacks what they need.
 
-    None without a language model, too.
+    None without a language model, too. A worker without it serves all other requests.
     """
     if runner.kv_layout is None:
         return None
@@ -210,9 +210,16 @@ def load_vocabulary(
     if not path.exists() or not eos_token_ids:
         logger.warning("answers cannot be constrained: no tokenizer.json, or no token ends them")
         return None
-    return Vocabulary(
-        Tokenizer.from_file(str(path)), vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids
-    )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        return Vocabulary(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids)
+    except Exception:  # the libraries raise plain Exception for a file that they cannot read
+        logger.warning(
+            "answers cannot be constrained: tokenizer.json, or a token that ends them, is unusable",
+            exc_info=True,
+            extra={"path": str(path)},
+        )
+        return None
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from vlm_worker.engine.embedding_files import Directory, EmbeddingFiles
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaObserver, MediaPool, MediaSettings
+from vlm_worker.model.cgroup import num_cpus
 from vlm_worker.roles.attempt_registry import Incarnation
 from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.registry import build_roles
@@ -233,7 +234,10 @@ def _engine(
         )
     cold_bytes = cold_cache_bytes(settings, loaded.device)
     largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
-    constraints = Constraints(loaded.vocabulary) if loaded.vocabulary is not None else None
+    constraints = None
+    if loaded.vocabulary is not None:
+        cpus = settings.compute.num_threads or num_cpus()
+        constraints = Constraints(loaded.vocabulary, num_cpus=cpus)
     try:
         bounds = EngineSettings(
             max_model_len=max_model_len,
