@@ -14,7 +14,7 @@ STEP_FUEL: Final = 50_000
 
 
 def parser_limits() -> LLParserLimits:
-    """The limits of a matcher. A lexer state has about 0.5 KiB: at most about 10 MiB a matcher."""
+    """The limits of a matcher. A lexer state has about 0.5 KiB: a matcher about 10 MiB at most."""
     return LLParserLimits(
         initial_lexer_fuel=INITIAL_FUEL,
         step_lexer_fuel=STEP_FUEL,
