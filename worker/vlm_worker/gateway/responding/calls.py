@@ -49,13 +49,15 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class Reader(Protocol):
-    """One region. After `done` or `failed`, `rest` is the text that is not of a call.
+    """One region. After `done` or `failed`, `rest` is not read.
 
-    If it `failed`, no call began since the one that ended before `rest`.
+    If it `failed`, no call began since the one that ended before `said`, the text that it read
+    without a call.
     """
 
     done: bool
     failed: bool
+    said: str
     rest: str
 
     def feed(self, text: str, *, final: bool) -> Iterator[CallEvent]:
@@ -102,40 +104,45 @@ class JsonReader:
         self._stream = JsonStream(
             base=self._base, delimiters=form.delimiters, bare_keys=form.bare_keys
         )
-        self._raw = ""  # read since the last call ended, until the next begins
+        self._raw: list[str] = []  # fed since the last call ended, until the next begins
         self._broken = False  # a call began, and its JSON is invalid
         self._num_ended = 0
         self._new_call()
         self.done = False
         self.failed = form.name is None and name not in tools
-        self.rest = ""
+        self.said = self.rest = ""
 
     def feed(self, text: str, *, final: bool) -> Iterator[CallEvent]:
-        if not self._begun:
-            self._raw += text
         if self.failed:
-            self.rest = self._raw
+            self.rest = text
             return
+        if not self._begun:
+            self._raw.append(text)
         if self._broken:
             yield from self._until_end(text, final=final)
             return
-        unread = len(self._stream.rest) + len(text)
+        unread = self._stream.rest + text
         pieces = self._stream.feed(text, final=final)
         while True:
-            for piece in pieces:
+            for piece, end in zip(pieces, self._stream.ends, strict=True):
                 yield from self._read(piece)
                 if self.failed:
-                    self.rest = self._raw
+                    self._fail(unread[end:])
                     return
             if self._stream.done or self._stream.failed:
                 break
-            if len(self._stream.rest) == unread or not self._stream.rest:
+            if len(self._stream.rest) == len(unread) or not self._stream.rest:
                 break
             if not self._begun and pieces and self._ended(pieces[-1]):
-                self._raw = self._stream.rest
-            unread = len(self._stream.rest)
+                self._raw = [self._stream.rest]
+            unread = self._stream.rest
             pieces = self._stream.feed("", final=final)
         yield from self._after(final=final)
+
+    def _fail(self, rest: str) -> None:
+        """Take the text before `rest` as no call. It is not read again, which bounds the work."""
+        raw = "".join(self._raw)
+        self.failed, self.said, self.rest = True, raw[: len(raw) - len(rest)], rest
 
     def _after(self, *, final: bool) -> Iterator[CallEvent]:
         if self._stream.done and self._num_ended:
@@ -146,13 +153,15 @@ class JsonReader:
             yield from self._until_end(rest, final=final)
         elif final and not self._begun and self._num_ended and not self._stream.failed:
             self.done = True
-        elif self._stream.done or self._stream.failed or (final and not self._begun):
-            self.failed, self.rest = True, self._raw
+        elif self._stream.done or self._stream.failed:
+            self._fail(self._stream.rest)
+        elif final and not self._begun:
+            self._fail("")
 
     def _new_call(self) -> None:
         self._begun = False
         self._name = ""
-        self._arguments = ""
+        self._arguments: list[str] = []  # those that are before the name
 
     def _ended(self, piece: Piece) -> bool:
         return piece.text == "}" and piece.depth == self._base - 1
@@ -195,7 +204,7 @@ class JsonReader:
         if self._begun:
             yield CallArguments(self._index, text)
             return
-        self._arguments += text
+        self._arguments.append(text)
         yield from self._try_begin()
 
     def _try_begin(self) -> Iterator[CallEvent]:
@@ -205,9 +214,9 @@ class JsonReader:
             return
         if name not in self._tools:
             self.failed = True
-        elif self._arguments.startswith("{"):
+        elif self._arguments and self._arguments[0] == "{":
             yield from self._begin(name)
-            yield CallArguments(self._index, self._arguments)
+            yield CallArguments(self._index, "".join(self._arguments))
 
     def _known_name(self) -> str | None:
         """Return the name once its string is complete. A name that is no string is no tool's."""
@@ -220,12 +229,12 @@ class JsonReader:
         return name if isinstance(name, str) else ""
 
     def _begin(self, name: str) -> Iterator[CallEvent]:
-        self._begun, self._raw = True, ""
+        self._begun, self._raw = True, []
         yield CallBegins(self._index, name)
 
     def _call_ended(self) -> Iterator[CallEvent]:
         if not self._begun:
-            name, arguments = self._known_name(), object_text(self._arguments or "{}")
+            name, arguments = self._known_name(), object_text("".join(self._arguments) or "{}")
             if name is None or name not in self._tools or arguments is None:
                 self.failed = True
                 return
@@ -286,7 +295,7 @@ class TagReader:
         self._num_arguments = 0
         self.done = False
         self.failed = name not in tools
-        self.rest = ""
+        self.said = self.rest = ""
 
     def feed(self, text: str, *, final: bool) -> Iterator[CallEvent]:
         text, self.rest = self.rest + text, ""

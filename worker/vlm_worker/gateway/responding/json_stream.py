@@ -62,7 +62,8 @@ class Piece:
 class JsonStream:
     """One value. `feed` returns the pieces; after `done` or `failed`, `rest` is not read.
 
-    `feed` also ends after an object at the depth `base`, with `rest` for the next call.
+    `feed` also ends after an object at the depth `base`, with `rest` for the next call. `ends` has
+    the end of each piece of the last `feed`, in its text: the rest before it, and what was added.
 
     Args:
         base: the depth of the objects whose keys name the pieces; 1 for an object alone, 2 for
@@ -84,6 +85,7 @@ class JsonStream:
         self._key: str | None = None  # the same, while its value is read
         self._keys: list[set[str]] = []
         self.rest = ""
+        self.ends: list[int] = []
 
     @property
     def done(self) -> bool:
@@ -98,16 +100,19 @@ class JsonStream:
         text = self.rest + text
         self.rest = ""
         pieces: list[Piece] = []
+        self.ends = []
         at = 0
         while at < len(text) and self._at not in (_At.DONE, _At.FAILED):
             moved = self._step(text, at, pieces, final=final)
             if moved is None:
                 break
             at = moved
+            self.ends += [at] * (len(pieces) - len(self.ends))
             if pieces and pieces[-1].text == "}" and pieces[-1].depth == self._base - 1:
                 break
         if final and at == len(text) and self._at is _At.SCALAR:
             self._end_scalar(pieces)
+        self.ends += [at] * (len(pieces) - len(self.ends))
         self.rest = text[at:]
         return pieces
 
@@ -248,7 +253,8 @@ class JsonStream:
         return end + len(self._close)
 
     def _run(self, text: str, at: int, out: list[Piece], chars: re.Pattern[str], end: _End) -> int:
-        run = chars.match(text, at)
+        # at most one character too many, wherever the text is cut
+        run = chars.match(text, at, at + MAX_TOKEN + 1 - len(self._token))
         if run:
             self._token += run.group()
             if len(self._token) > MAX_TOKEN:
