@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from vlm_worker.gateway.responding.json_stream import JsonStream, Piece, escaped
+from vlm_worker.gateway.responding.json_stream import JSON_NUMBER, JsonStream, Piece, escaped
 from vlm_worker.gateway.responding.patterns import Match, Pattern, Pending
 from vlm_worker.gateway.responding.template import JsonCalls, TagCalls
 
@@ -102,7 +102,10 @@ class JsonReader:
         self._given = name
         self._base = 2 if form.is_list else 1
         self._stream = JsonStream(
-            base=self._base, delimiters=form.delimiters, bare_keys=form.bare_keys
+            base=self._base,
+            delimiters=form.delimiters,
+            bare_keys=form.bare_keys,
+            unique=form.name is not None,
         )
         self._raw: list[str] = []  # fed since the last call ended, until the next begins
         self._broken = False  # a call began, and its JSON is invalid
@@ -363,16 +366,24 @@ def properties_of(
 ) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return the schema and the types of each property."""
     schema = schema or {}
+    root, schema = schema, resolved(schema, schema)
+    schema = schema if isinstance(schema, Mapping) else {}
     properties = schema.get("properties")
     named = properties.items() if isinstance(properties, Mapping) else ()
     known: dict[int, tuple[str, ...]] = {}
-    return {key: (inner, types_of(inner, schema, known)) for key, inner in named}
+    return {key: (inner, types_of(inner, root, known)) for key, inner in named}
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a local `$ref` names; others stay."""
+    """Return the schema that a local `$ref` names, or the one part of an `allOf`; others stay."""
     for _ in range(MAX_REFS):
-        path = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(schema, Mapping):
+            break
+        parts = schema.get("allOf")
+        if isinstance(parts, list) and len(parts) == 1 and "type" not in schema:
+            schema = parts[0]
+            continue
+        path = schema.get("$ref")
         if not isinstance(path, str) or not path.startswith("#/"):
             break
         schema = root
@@ -412,8 +423,18 @@ def types_of(
     return known[id(schema)]
 
 
+def escaped_value(text: str) -> str:
+    """Return the JSON of a tag's text that is a string."""
+    return f'"{escaped(text)}"'
+
+
 def written_value(text: str, types: Sequence[str], *, is_json: bool) -> str:
-    """Return the JSON of a tag's text: by the first type that it has, else as a string."""
+    """Return the JSON of a tag's text: by the first type that it has, else as a string.
+
+    JSON of one of the types is returned as it is: a number may be too large for Python.
+    """
+    if _is_json_of(text.strip(), types):
+        return text.strip()
     for name in types:
         value = _as_type(text.strip(), name)
         if value is not None:
@@ -423,6 +444,15 @@ def written_value(text: str, types: Sequence[str], *, is_json: bool) -> str:
         if value is not None:
             return json.dumps(value.value, ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False)
+
+
+def _is_json_of(text: str, types: Sequence[str]) -> bool:
+    """Whether a text is the JSON of a value that has one of the types, strings excepted."""
+    if JSON_NUMBER.fullmatch(text):
+        is_integer = "." not in text and "e" not in text.lower()
+        return "number" in types or (is_integer and "integer" in types)
+    kind = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}.get(text[:1])
+    return kind in types and _decoded(text) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
