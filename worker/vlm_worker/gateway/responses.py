@@ -158,6 +158,12 @@ class ResponseWriter:
         content = text if reader is None else reader.message
         self._whole[index] = shape.whole(index, content, self._shown(tokens), finish_reason)
 
+    @property
+    def message(self) -> dict[str, Any] | None:
+        """The message of the first choice; None if its text is content alone."""
+        reader = self._readers[0]
+        return None if reader is None else reader.message
+
     async def end(self, usage: Usage) -> None:
         """End the answer, after all its choices."""
         envelope = self._envelope
