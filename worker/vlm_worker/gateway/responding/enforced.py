@@ -47,7 +47,9 @@ def enforced(
                 param=where,
                 code="invalid_json_schema",
             ) from error
-    return None if text is None else validated(text, path, schema=schema)
+    # The schema of a format was checked alone; those of tools are (`schemas_of`). What is wrong
+    # with all together has no keyword of the client's.
+    return None if text is None else validated(text, path)
 
 
 def schemas_of(use: ToolUse) -> list[Grammar]:
