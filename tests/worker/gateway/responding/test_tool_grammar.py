@@ -260,7 +260,8 @@ def test_a_format_begins_behind_the_reasoning(in_reasoning: bool) -> None:
     assert not accepts(begun + "It is red.</think>red")
 
 
-def test_references_cost_no_more_than_the_schema() -> None:
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
+def test_references_cost_no_more_than_the_schema(form: str) -> None:
     """Each of ten definitions names the next one often: written out, they are 10^10."""
     names = [f"n{number}" for number in range(10)]
     links = {name: [{"$ref": f"#/$defs/{after}"}] * 10
@@ -273,5 +274,8 @@ def test_references_cost_no_more_than_the_schema() -> None:
         for name, refs in links.items()
     }
     trees["n9"] = {"type": "integer"}
-    with pytest.raises(GrammarError, match="bytes"):
-        Checked("gemma4", tools=[CallTool("f", {**start, "$defs": trees})])
+    choices = {**unions["$defs"], "n9": {"enum": ["x" * 64]}}
+    enums = {"n0": {"anyOf": [{"$ref": "#/$defs/n9"}] * 999}, "n9": {"enum": ["x" * 9999]}}
+    for defs in (trees, choices, enums):
+        with pytest.raises(GrammarError, match="references written out"):
+            Checked(form, tools=[CallTool("f", {**start, "$defs": defs})])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -38,6 +39,8 @@ ENFORCED: Final[Mapping[str, frozenset[str]]] = {
 without other keywords than annotations; `enum` and `const` also with `type`."""
 MAX_DEPTH: Final = 16
 MAX_ITEMS: Final = 1024
+MAX_NODES: Final = 16384
+"""Values of a schema whose references are written out; 16 characters of an enum count as one."""
 _LEAVE_OUT: Final = "leave it out, or send 'strict': false"
 _FIXES: Final = {
     "oneOf": "use 'anyOf'",
@@ -152,11 +155,13 @@ class _Reader:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._known: dict[int, tuple[Node, int]] = {}
+        self._known: dict[int, tuple[Node, int, int]] = {}  # with depth and number of nodes
         self._open: set[int] = set()
         self._depth = 0  # of the node that was read last
+        self._num_nodes = 0  # of all, written out
 
     def node(self, schema: Any, path: tuple[str, ...]) -> Node:
+        self._count(1)
         if schema is True:
             self._depth = 1
             return AnyValue()
@@ -164,15 +169,24 @@ class _Reader:
             raise GrammarError("is no schema of a value; leave the value out", path)
         if id(schema) in self._open:
             raise GrammarError("refers to itself, which is not built", path)
-        if id(schema) not in self._known:
+        if id(schema) in self._known:
+            node, self._depth, num_nodes = self._known[id(schema)]
+            self._count(num_nodes)
+        else:
+            before = self._num_nodes
             self._open.add(id(schema))
             node = self._new(schema, path)
             self._open.remove(id(schema))
-            self._known[id(schema)] = node, self._depth
-        node, self._depth = self._known[id(schema)]
+            self._known[id(schema)] = node, self._depth, self._num_nodes - before
         if self._depth > MAX_DEPTH:
             raise GrammarError(f"is nested deeper than {MAX_DEPTH} levels", path)
         return node
+
+    def _count(self, num_nodes: int) -> None:
+        """Raise GrammarError if references that are shared make too much of a small schema."""
+        self._num_nodes += num_nodes
+        if self._num_nodes > MAX_NODES:
+            raise GrammarError(f"has more than {MAX_NODES} values, its references written out")
 
     def _new(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> Node:
         if "$ref" in schema:
@@ -189,7 +203,9 @@ class _Reader:
         if "enum" in schema or "const" in schema:
             self._only(schema, path, {"type", "enum", "const"})
             self._depth = 1
-            return _literals(schema, kinds, path)
+            literals = _literals(schema, kinds, path)
+            self._count(len(json.dumps(literals.values)) // 16)
+            return literals
         known = {"type"}.union(*(ENFORCED[kind] for kind in kinds))
         self._only(schema, path, known)
         if not kinds:
@@ -297,7 +313,7 @@ def _kinds(schema: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
     return kinds
 
 
-def _literals(schema: Mapping[str, Any], kinds: list[str], path: tuple[str, ...]) -> Node:
+def _literals(schema: Mapping[str, Any], kinds: list[str], path: tuple[str, ...]) -> Literals:
     values = schema["enum"] if "enum" in schema else [schema["const"]]
     if "const" in schema:
         values = [value for value in values if _equal(value, schema["const"])]
