@@ -37,7 +37,7 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=46_800, single_importers=47, short_files=21),
+    "worker": Count(lines=47_600, single_importers=48, short_files=21),
     "operator": Count(lines=41_500, single_importers=54, short_files=34),
     "kernels": Count(lines=7_020, single_importers=15, short_files=8),
 }
