@@ -387,6 +387,37 @@ async def test_verdicts_are_bounded(checks: GrammarChecks) -> None:
     assert len(checks._verdicts) == MAX_VERDICTS
 
 
+UNSATISFIABLE: list[tuple[Any, str]] = [
+    ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 5}, "exclusiveMinimum"),
+    ({"anyOf": []}, "anyOf"),
+    ({"type": "integer", "enum": ["a"]}, "enum"),
+    ({"type": "object", "additionalProperties": False, "required": ["minimum ("]}, "required"),
+    ({"properties": {"minimum (": {"not": {}}}, "minimum": 1}, "properties.minimum (.not"),
+    ({"description": "multiple of", "type": "foo"}, "type"),
+    ({"type": "string", "const": "multiple of", "enum": ["b"]}, ""),
+    ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}, ""),
+    ({"type": "string", "maxLength": -1}, "maxLength"),
+    ({"minLength": 5, "maxLength": 3, "type": "string"}, "minLength"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(UNSATISFIABLE)))
+async def test_an_error_names_a_keyword_of_the_schema_or_none(
+    checks: GrammarChecks, index: int
+) -> None:
+    schema, where = UNSATISFIABLE[index]
+    with pytest.raises(ApiError) as refused:
+        await checks.check(of(schema))
+    assert refused.value.param == (f"{SCHEMA}.{where}" if where else SCHEMA)
+    lark = f"start: call\ncall: %json {json.dumps(schema)}"
+    with pytest.raises(ApiError) as refused:
+        await checks.check(validated(lark, "tools", schema=schema))
+    assert refused.value.param == (f"tools.{where}" if where else "tools")
+    with pytest.raises(ApiError) as refused:
+        await checks.check(validated(lark, "tool_choice"))
+    assert refused.value.param == "tool_choice"
+
+
 async def test_a_lark_text_is_checked_under_its_path(checks: GrammarChecks) -> None:
     arguments = json.dumps({"type": "object"})
     await checks.check(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker.checkpoints import make_processor
+from worker.gateway.responding.templates import HERMES
+from worker.gateway.responding.templates import TEMPLATES as CALL_TEMPLATES
 from worker.gateway.stack import MODEL
 from worker.gateway.test_prompts import our_part
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.api.tools import Tool, ToolCall
 from vlm_worker.gateway.chat_template import ChatTemplate
 from vlm_worker.gateway.conversation import Conversation, TemplateFacts
 from vlm_worker.gateway.prompts import PromptBuilder
 
+ANSWER = Message("assistant", "b")
 COUNT = 4  # visual tokens of each image
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -66,7 +73,7 @@ def check(builder: PromptBuilder, turns: list[Any], answer: str, following: Any)
     """Whether there is a beginning; it is one of the real next prompt."""
     messages = conversation(turns)
     counts = counts_of(messages)
-    begun = builder.next_turn(messages, answer, counts)
+    begun = builder.next_turn(Conversation(messages), Message("assistant", answer), counts)
     after = [*messages, Message("assistant", answer), Message("user", content_of(following))]
     try:
         real = builder.chat(Conversation(after), counts_of(after))
@@ -117,7 +124,9 @@ def test_it_has_the_whole_answer(name: str, tmp_path: Path) -> None:
     turns = ["what is this?"]
     assert check(builder, turns, "a red square", "and that?")
     prompt = builder.chat(Conversation(conversation(turns)), [])
-    begun = builder.next_turn(conversation(turns), "a red square", [])
+    begun = builder.next_turn(
+        Conversation(conversation(turns)), Message("assistant", "a red square"), []
+    )
     assert begun is not None
     assert len(begun.token_ids) > len(prompt.token_ids)
 
@@ -126,7 +135,7 @@ def test_a_template_without_control_tokens_gives_nothing() -> None:
     builder = PromptBuilder(MODEL)
     source = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     builder._template = ChatTemplate(source, builder._pieces.control_tokens, {})
-    assert builder.next_turn(conversation(["a"]), "b", []) is None
+    assert builder.next_turn(Conversation(conversation(["a"])), ANSWER, []) is None
 
 
 def test_a_template_that_refuses_a_next_turn_gives_nothing() -> None:
@@ -135,10 +144,111 @@ def test_a_template_that_refuses_a_next_turn_gives_nothing() -> None:
     builder._template = ChatTemplate(
         source, builder._pieces.control_tokens, {}, facts=TemplateFacts()
     )
-    assert builder.next_turn(conversation(["a"]), "b", []) is None
+    assert builder.next_turn(Conversation(conversation(["a"])), ANSWER, []) is None
 
 
 def test_a_model_without_a_template_gives_nothing() -> None:
     builder = PromptBuilder(MODEL)
     builder._template = None
-    assert builder.next_turn(conversation(["a"]), "b", []) is None
+    assert builder.next_turn(Conversation(conversation(["a"])), ANSWER, []) is None
+
+
+# ---- tools, calls and reasoning ------------------------------------------------------------------
+
+THINKS = HERMES.replace(  # as Qwen3: reasoning before the last question is left out
+    "{%- if message.reasoning_content %}",
+    "{%- if message.reasoning_content and (loop.last or messages[-1].role == 'tool') %}",
+)
+CALLING = {**CALL_TEMPLATES, "thinks": THINKS}
+TOOLS = [Tool("f", "what it does", {"type": "object", "properties": {"x": {"type": "string"}}})]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Message:
+    calls = []
+    for index in range(draw(st.integers(0, 3))):
+        values = {"x": draw(TEXTS), "n": draw(st.integers(0, 9))}
+        calls.append(ToolCall(f"call_{index}abc", "f", json.dumps(values), values))
+    return Message("assistant", draw(TEXTS), draw(st.none() | TEXTS), tuple(calls))
+
+
+def told_again(answer: Message, *, keeps_reasoning: bool) -> Message:
+    return answer if keeps_reasoning else dataclasses.replace(answer, reasoning=None)
+
+
+@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize("effort", [None, "none", "high"])
+@given(
+    answer=answers(),
+    keeps_reasoning=st.booleans(),
+    has_sent_reasoning=st.booleans(),
+    results=st.lists(TEXTS, max_size=3),
+    order=st.randoms(use_true_random=False),
+    following=CONTENTS,
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_it_is_a_beginning_with_tools_calls_and_reasoning(
+    name: str,
+    effort: Any,
+    answer: Message,
+    keeps_reasoning: bool,
+    has_sent_reasoning: bool,
+    results: list[str],
+    order: Any,
+    following: Any,
+) -> None:
+    builder = calling(name)
+    question = Message("user", "what is this?")
+    earlier = [question, Message("assistant", "red", "hm")] if has_sent_reasoning else []
+    said = Conversation([*earlier, question], TOOLS, effort)
+    begun = builder.next_turn(said, answer, [])
+    calls = list(answer.tool_calls)
+    order.shuffle(calls)
+    after: list[Message] = [
+        Message("tool", text, tool_call_id=call.id, name=call.name)
+        for text, call in zip(results, calls, strict=False)
+    ]
+    if not after:
+        after = [Message("user", content_of(following))]
+    again = told_again(answer, keeps_reasoning=keeps_reasoning or has_sent_reasoning)
+    told = dataclasses.replace(said, messages=(*said.messages, again, *after))
+    try:
+        real = builder.chat(told, counts_of(list(told.messages)))
+    except ApiError:
+        return
+    if begun is not None:
+        assert real.token_ids[: len(begun.token_ids)] == begun.token_ids
+
+
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+def test_it_has_the_tools_and_the_calls_of_the_answer(name: str) -> None:
+    builder = calling(name)
+    values = {"x": "red"}
+    call = ToolCall("call_1", "f", json.dumps(values), values)
+    said = Conversation([Message("user", "what is this?")], TOOLS)
+    prompt = builder.chat(said, [])
+    begun = builder.next_turn(said, Message("assistant", "", tool_calls=(call,)), [])
+    assert begun is not None
+    assert len(begun.token_ids) > len(prompt.token_ids)
+    assert begun.token_ids[: len(prompt.token_ids)] == prompt.token_ids
+
+
+def test_reasoning_is_in_it_if_the_client_has_sent_it_before() -> None:
+    builder = calling("hermes")
+    answer = Message("assistant", "blue", "a long thought " * 8)
+    question = Message("user", "what is this?")
+    lengths = []
+    for earlier in (None, "hm"):
+        told = [question, Message("assistant", "red", earlier), question]
+        begun = builder.next_turn(Conversation(told), answer, [])
+        assert begun is not None
+        lengths.append(len(begun.token_ids) - len(builder.chat(Conversation(told), []).token_ids))
+    assert lengths[0] <= 0 < lengths[1]
+
+
+@functools.cache
+def calling(name: str) -> PromptBuilder:
+    builder = PromptBuilder(MODEL)
+    tokens = builder._pieces.control_tokens
+    builder._template = ChatTemplate(CALLING[name], tokens, {})
+    return builder

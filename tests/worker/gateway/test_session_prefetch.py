@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worker.gateway.image_files import ask, png
-from worker.gateway.stack import ONE_PROCESS, TOPOLOGIES, Stack, stack_of
+from worker.gateway.responding.templates import HERMES
+from worker.gateway.responding.test_tool_calls import body, tell
+from worker.gateway.responding.written import CALLS, hermes
+from worker.gateway.stack import EPD, MODEL, ONE_PROCESS, TOPOLOGIES, Stack, stack, stack_of
 
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt
@@ -24,6 +29,7 @@ from vlm_worker.gateway.session_prefetch import (
     SessionPrefetcher,
     plan,
 )
+from vlm_worker.settings import ModelSource
 from vlm_worker.types import ImageItem, Request, RequestKey, Role, SamplingParams
 from vlm_worker.wire.prefetch_messages import PrefetchOutcome
 
@@ -93,6 +99,48 @@ async def test_a_next_turn_has_the_same_answer_and_more_of_it_cached(topology: s
         assert PrefetchOutcome.COMPUTED in outcomes
 
 
+async def test_the_results_of_calls_find_the_calls_prefetched(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "chat_template.jinja").write_text(HERMES)
+    text = f"I look.{hermes(CALLS)}"
+    found = {}
+    for on in (False, True):
+        async with stack(*EPD, model=ModelSource(str(model)), session_prefetch=on) as served:
+            tell(served, text)
+            async with client(served) as api:
+                first = await api.chat.completions.create(**body(reasoning_effort="high"))
+                if on:
+                    await ended(served, 1)
+                await served.until_idle()
+                message = first.choices[0].message
+                results: list[Any] = [
+                    {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+                    for call in message.tool_calls
+                ]
+                told = [*body()["messages"], message.model_dump(exclude={"reasoning_content"})]
+                second = await api.chat.completions.create(
+                    **body(messages=told + results, reasoning_effort="high")
+                )
+            found[on] = second.usage.prompt_tokens_details.cached_tokens
+            if on:
+                assert prefetcher(served).outcomes[PrefetchOutcome.COMPUTED] >= 1
+                assert prefetcher(served).outcomes[UNKNOWN] == 0
+    assert found[True] > found[False] + 40
+
+
+async def test_a_call_that_was_cut_is_counted_and_not_prefetched(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "chat_template.jinja").write_text(HERMES)
+    async with stack(*EPD, model=ModelSource(str(model)), session_prefetch=True) as served:
+        tell(served, hermes(CALLS[:1]))
+        async with client(served) as api:
+            await api.chat.completions.create(**body(max_tokens=60))
+            await ended(served, 1)
+        assert prefetcher(served).outcomes[UNKNOWN] == 1
+
+
 async def test_several_choices_and_completions_are_not_prefetched() -> None:
     async with stack_of("E-P-D", session_prefetch=True) as served, client(served) as api:
         body = {"model": "shapes", "messages": [ask("hello")], "max_tokens": 8}
@@ -152,7 +200,7 @@ def turn(**changes: Any) -> EndedTurn:
     ended_turn = EndedTurn(
         request,
         ANSWER,
-        "text",
+        {"role": "assistant", "content": "text"},
         "p-0",
         b"b" * 16,
         decoded_there=False,

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vlm_worker.errors import InvalidImageError, WorkerError
@@ -171,13 +171,18 @@ class Endpoint:
             except WorkerError as error:
                 raise _answer_to(error, exchange.request_id, images) from error
             if follows:
-                self._prefetch(prepared, choices.first, "".join(texts))
+                message = writer.message or {"role": "assistant", "content": "".join(texts)}
+                self._prefetch(prepared, choices.first, message)
 
-    def _prefetch(self, prepared: PreparedRequest, answered: Generation, text: str) -> None:
+    def _prefetch(
+        self, prepared: PreparedRequest, answered: Generation, message: Mapping[str, Any]
+    ) -> None:
         """Prefetch the next turn of a conversation whose answer has ended."""
         prefetcher = self._context.prefetcher
         answer = tuple(answered.delivered.token_ids)
-        turn = EndedTurn.of(prepared, answered.route, answered.request, answer=answer, text=text)
+        turn = EndedTurn.of(
+            prepared, answered.route, answered.request, answer=answer, message=message
+        )
         if prefetcher is not None and turn is not None and not self._context.draining:
             prefetcher.ended(turn)
 

@@ -109,37 +109,47 @@ def error_of(grammar: Grammar, problem: str) -> ApiError:
             f"'{path}' takes too long to compile: use fewer alternatives, shorter patterns, or "
             "fewer properties.",
         )
-    unsupported = re.search(r"Unimplemented keys: \[(.*?)\]", problem)
-    if unsupported:
-        (keyword, *_) = re.findall(r'"([^"]*)"', unsupported[1]) or ["?"]
-        return _keyword(path, _find(grammar.schema, keyword), "is not supported")
+    problem = _IN_LARK.sub("", _SOURCE.split(problem)[0])
     for pattern, keyword, reason in _REASONS:
-        found = re.search(pattern, problem)
-        if found:
-            value = found[1] if found.groups() else None
-            return _keyword(path, _find(grammar.schema, keyword, value), reason)
-    if grammar.schema is None:
-        return _invalid(path, f"'{path}' is no grammar that can be enforced.")
-    return _invalid(path, f"'{path}' is no JSON Schema that can be enforced.")
+        if found := re.search(pattern, problem):
+            groups = found.groupdict()
+            where = _find(grammar.schema, groups.get("keyword", keyword), groups.get("value"))
+            if where is not None:
+                return _keyword(path, where, reason)
+    what = "grammar" if grammar.schema is None else "JSON Schema"
+    return _invalid(path, f"'{path}' is no {what} that can be enforced.")
 
 
+_SOURCE: Final = re.compile(r"\n +[0-9]+ \| ")
+"""The library quotes the grammar behind its reason. That text may look like a reason."""
+_IN_LARK: Final = re.compile(r"^at [0-9]+\([0-9]+\): failed to compile JSON schema: ")
 _REASONS: Final = (
-    (r"oneOf constraints are not supported", "oneOf",
+    (r"^Unimplemented keys: \[\"(?P<keyword>[^\"]*)\"", "", "is not supported"),
+    (r"^oneOf constraints are not supported", "oneOf",
      "is supported only if no value can match two of its schemas; use 'anyOf'"),
-    (r"Unknown format: (.*)", "format", "has a format that is not supported"),
-    (r"Invalid type: (.*)", "type", "is no type of JSON Schema"),
-    (r"regex parse error", "pattern",
+    (r"^Unknown format: (?P<value>.*)", "format", "has a format that is not supported"),
+    (r"^Invalid type: (?P<value>.*)", "type", "is no type of JSON Schema"),
+    (r"^regex parse error", "pattern",
      "has a regular expression that is invalid or not supported (look-around, back-references)"),
-    (r"Resource '(.*?)' is not present", "$ref", "may name parts of this schema alone"),
-    (r"Pointer '(.*?)' does not exist", "$ref", "names a part that the schema does not have"),
+    (r"^Resource '(?P<value>.*?)' is not present", "$ref", "may name parts of this schema alone"),
+    (r"^Pointer '(?P<value>.*?)' does not exist", "$ref",
+     "names a part that the schema does not have"),
     (r"patternProperty regexes", "patternProperties", "has patterns that match the same name"),
-    (r"multiple of", "multipleOf", "must be a number above 0"),
-    (r"anyOf is empty", "enum", "has no value"),
-    (r"minimum \(", "minimum", "is above the maximum"),
-    (r"minLength \(", "minLength", "is above 'maxLength'"),
-    (r"minItems \(", "minItems", "is above 'maxItems'"),
-    (r"float range|integer range", "minimum", "and 'maximum' have a range that is not supported"),
+    (r"^invalid multiple of", "multipleOf", "must be a number above 0"),
+    (r"^Unsatisfiable schema: anyOf is empty", "enum", "has no value"),
+    (r"^Unsatisfiable schema: anyOf is empty", "anyOf", "has no schema"),
+    (r"^Unsatisfiable schema: required property '", "required",
+     "names a property that can have no value"),
+    (r"^Unsatisfiable schema: (?P<keyword>min\w+|exclusiveMin\w+) ", "",
+     "leaves no value below the maximum"),
+    (r"^Unsatisfiable schema: incompatible types", "enum", "has no value of the 'type'"),
+    (r"^Unsatisfiable schema: incompatible types", "const", "is not of the 'type'"),
+    (r"^Unsatisfiable schema: incompatible types", "allOf", "has schemas of different types"),
+    (r"integer interval|float range|integer range", "minimum",
+     "and the maximum have a range that is not supported, or without a value"),
+    (r"^Expected .* for '(?P<keyword>\w+)'", "", "has a value of the wrong type"),
 )  # fmt: skip
+"""The library's reason, the keyword if the reason does not name it, and what the client reads."""
 
 
 def _keyword(path: str, where: tuple[str, ...], reason: str) -> ApiError:
@@ -151,13 +161,13 @@ def _invalid(path: str, message: str) -> ApiError:
     return invalid(message, param=path, code="invalid_json_schema")
 
 
-def _find(schema: Any, keyword: str, value: str | None = None) -> tuple[str, ...]:
-    """The path of a keyword in a schema, with `value` if one place has it; else its name alone."""
+def _find(schema: Any, keyword: str, value: str | None = None) -> tuple[str, ...] | None:
+    """The path of a keyword in a schema, if one place has `value`, that one; None without it."""
     places = list(_places(schema, keyword))
     for where, held in places:
         if value is not None and isinstance(held, str) and held.lstrip("#") == value.lstrip("#"):
             return where
-    return places[0][0] if places else (keyword,)
+    return places[0][0] if places else None
 
 
 def _places(

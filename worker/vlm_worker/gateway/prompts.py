@@ -24,6 +24,7 @@ from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.tools import ToolCall
 from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
 from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.responding.builtin import Responding, choose
@@ -43,6 +44,8 @@ _NEXT_CONTENTS: Final = (
     (TextPart("b"), ImagePart("", "auto", "")),
     (ImagePart("", "auto", ""), TextPart("c")),
 )
+# Results of a call that have no beginning in common.
+_NEXT_RESULTS: Final = ("a", "7 Z", '{"b": 1}')
 # Upper bound: normalizers shrink text most by composing Hangul and accents, to a third.
 _NORMALIZER_SHRINKS = 3
 
@@ -156,23 +159,24 @@ class PromptBuilder:
         return template.opening("".join(text for text, _ in pieces[-_END_PIECES:])[-_END_TEXT:])
 
     def next_turn(
-        self, messages: Sequence[Message], answer: str, counts: Sequence[int]
+        self, said: Conversation, answer: Message, counts: Sequence[int]
     ) -> Prompt | None:
         """Build the beginning that all prompts share which continue a conversation.
 
-        They have `messages`, `answer` as the assistant's message, and one more message of the user.
-        The beginning ends with a control token: the tokens before it depend on no text behind it.
-        None if the template refuses such a conversation, or its prompts share no such beginning.
+        They have the messages, tools and effort of `said`, then `answer` of the assistant, and the
+        results of its calls or one more message of the user. If `said` has no reasoning, they have
+        that of `answer` or not. The beginning ends with a control token: the tokens before it
+        depend on no text behind it. None if the template refuses such a conversation, or its
+        prompts share no such beginning.
         """
         if not isinstance(self._template, ChatTemplate):
             return None
-        begun = (*messages, Message("assistant", answer))
         rendered = []
-        for content in _NEXT_CONTENTS:
+        sends_reasoning = any(m.reasoning is not None for m in said.messages)
+        for following in _continued(answer, sends_reasoning=sends_reasoning):
             with contextlib.suppress(ApiError):
-                rendered.append(
-                    self._template.render(Conversation((*begun, Message("user", content))))
-                )
+                following_said = dataclasses.replace(said, messages=(*said.messages, *following))
+                rendered.append(self._template.render(following_said))
         pieces = self._pieces.shared(rendered)
         if not pieces:
             return None
@@ -325,6 +329,28 @@ def _sampling_defaults(model_dir: Path) -> dict[str, float]:
                 raise ModelConfigError(f"{path}: {name} {bound.problem(value)}")
         defaults[name] = value
     return defaults
+
+
+def _continued(answer: Message, *, sends_reasoning: bool) -> Iterator[tuple[Message, ...]]:
+    """Yield ways in which an answer and what follows it may be told.
+
+    A client that has sent the reasoning of an earlier answer sends this one's, too.
+    """
+    is_certain = sends_reasoning or answer.reasoning is None
+    bare = dataclasses.replace(answer, reasoning=None)
+    for told in (answer,) if is_certain else (answer, bare):
+        for content in _NEXT_CONTENTS:
+            yield told, Message("user", content)
+        for text, calls in itertools.product(_NEXT_RESULTS, _answered(answer.tool_calls)):
+            results = (
+                Message("tool", text, tool_call_id=call.id, name=call.name) for call in calls
+            )
+            yield told, *results
+
+
+def _answered(calls: tuple[ToolCall, ...]) -> tuple[tuple[ToolCall, ...], ...]:
+    """Calls whose results may follow an answer, in orders with other first ones."""
+    return (calls, calls[::-1], calls[:1]) if calls else ()
 
 
 PromptPiece = tuple[str, bool]

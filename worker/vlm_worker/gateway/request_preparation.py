@@ -25,7 +25,9 @@ from vlm_worker.gateway.api.requests import (
     check_end,
     parse_chat,
     parse_completion,
+    parse_message,
 )
+from vlm_worker.gateway.api.tools import CallsParser
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
 from vlm_worker.gateway.conversation import Conversation, client_texts
@@ -43,7 +45,7 @@ from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.responding.enforced import enforced, schemas_of
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
-from vlm_worker.gateway.turns import Steps, Turns
+from vlm_worker.gateway.turns import Steps, Turns, at_once
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
 from vlm_worker.types import SamplingParams
 
@@ -219,7 +221,7 @@ class Preparer:
         fitted = self._fitted(ask, messages, images, prompt)
         next_turn = None
         if self.session_prefetch and not fitted.dropped and fitted.images == images:
-            next_turn = self._next_turn(messages, images)
+            next_turn = self._next_turn(said, images)
         if fitted.dropped or fitted.images != images:
             said = _conversation_without(said, fitted.dropped)
             images = tuple(p for i, p in enumerate(fitted.images) if i not in fitted.dropped)
@@ -237,8 +239,7 @@ class Preparer:
         return dataclasses.replace(
             prepared,
             answer_form=form,
-            # what follows an answer with calls or reasoning is not rendered from its text
-            next_turn=next_turn if form is None else None,
+            next_turn=next_turn,
             pins_session=request.is_session,
         )
 
@@ -284,17 +285,25 @@ class Preparer:
         )
 
     def _next_turn(
-        self, messages: Sequence[Message], images: Sequence[RequestImage]
-    ) -> Callable[[str], Prompt | None] | None:
-        """The beginning of the next turn by the answer; None if its images may differ.
+        self, said: Conversation, images: Sequence[RequestImage]
+    ) -> Callable[[Mapping[str, Any]], Prompt | None] | None:
+        """The beginning of the next turn by the answer's message; None if its images may differ.
 
         The result keeps no image: it is called after the request has ended.
         """
         if any(image.choice.why in _WHY_OF_ONE_TURN for image in images):
             return None
         counts = [image.num_tokens for image in images]
-        build = self.prompt_builder.next_turn
-        return lambda answer: build(messages, answer, counts)
+        builder = self.prompt_builder
+
+        def build(message: Mapping[str, Any]) -> Prompt | None:
+            try:
+                answer = at_once(parse_message("messages", dict(message), CallsParser()))
+            except ApiError:  # a call that was cut: no client can send it
+                return None
+            return builder.next_turn(said, answer, counts)
+
+        return build
 
     async def _prompt(
         self, said: Conversation, images: Sequence[RequestImage], num_bytes: int

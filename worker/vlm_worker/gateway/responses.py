@@ -162,8 +162,20 @@ class ResponseWriter:
         content = text if reader is None else reader.message
         self._whole[index] = shape.whole(index, content, self._shown(tokens), finish_reason)
 
+    @property
+    def message(self) -> dict[str, Any] | None:
+        """The message of the first choice; None if its text is content alone."""
+        reader = self._readers[0]
+        return None if reader is None else reader.message
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        """The usage with the tokens of the reasoning, which the readers have counted."""
+        counts = (reader.num_reasoning_tokens for reader in self._readers if reader is not None)
+        return dataclasses.replace(usage, reasoning_tokens=sum(counts))
+
     async def end(self, usage: Usage) -> None:
         """End the answer, after all its choices."""
+        usage = self._with_reasoning(usage)
         envelope = self._envelope
         if not self._stream:
             choices = [self._whole[index] for index in sorted(self._whole)]
@@ -224,7 +236,8 @@ class ResponseWriter:
         reader = self._readers[index]
         if reader is None:
             return [piece.text] if piece else []
-        deltas: list[Delta] = [*reader.feed(piece.text)]
+        # each call adds one token, but the last, which adds the text that was held
+        deltas: list[Delta] = [*reader.feed(piece.text, num_tokens=0 if is_last else 1)]
         return [*deltas, *reader.finish()] if is_last else deltas
 
 
@@ -266,13 +279,15 @@ PING = b": ping\n\n"
 class Usage:
     """Tokens of a request; image tokens are the placeholders of images.
 
-    The prompt counts once for all choices; their completion tokens are added up.
+    The prompt counts once for all choices; their completion tokens are added up. Those of the
+    reasoning are among them.
     """
 
     image_tokens: int
     text_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
     @property
     def body(self) -> dict[str, Any]:
@@ -289,7 +304,7 @@ class Usage:
                 "audio_tokens": 0,
             },
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,

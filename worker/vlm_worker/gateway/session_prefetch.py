@@ -16,8 +16,8 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from vlm_worker.errors import WorkerError
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
@@ -31,7 +31,8 @@ from vlm_worker.wire.prefetch_messages import PrefetchCall, PrefetchOutcome
 logger = logging.getLogger(__name__)
 
 UNKNOWN: Final = "unknown"
-"""The template gives no beginning, or the images of the next turn may differ."""
+"""The template gives no beginning, the images of the next turn may differ, or no client can send
+the answer back: a call was cut."""
 TOO_LONG: Final = "too_long"
 """The next turn exceeds the context."""
 LOST: Final = "lost"
@@ -46,18 +47,18 @@ class EndedTurn:
     Attributes:
         request: as the workers had it.
         answer: its tokens.
-        text: of the answer, as the client got it.
+        message: the assistant's message, as the client has it.
         pod_name, boot_id: the pod that computed the prompt.
         decoded_there: this pod decoded the answer, too.
     """
 
     request: Request
     answer: tuple[int, ...]
-    text: str
+    message: Mapping[str, Any]
     pod_name: str
     boot_id: bytes
     decoded_there: bool
-    next_turn: Callable[[str], Prompt | None]
+    next_turn: Callable[[Mapping[str, Any]], Prompt | None]
     digests: RequestDigests
 
     @classmethod
@@ -68,7 +69,7 @@ class EndedTurn:
         request: Request | None,
         *,
         answer: tuple[int, ...],
-        text: str,
+        message: Mapping[str, Any],
     ) -> EndedTurn | None:
         """None if nothing is to prefetch: an image was left out, or an encoder lent itself."""
         if prepared.next_turn is None or route is None or request is None:
@@ -79,7 +80,7 @@ class EndedTurn:
         return cls(
             request,
             answer,
-            text,
+            message,
             pod.name,
             pod.boot_id,
             route.decode is not None and route.decode.pod.boot_id == pod.boot_id,
@@ -163,7 +164,7 @@ class SessionPrefetcher:
     async def _prefetch(self, turn: EndedTurn) -> str:
         if not _is_idle(self._registry.peers.get(turn.pod_name), turn.boot_id):
             return PrefetchOutcome.BUSY
-        begun = await asyncio.to_thread(turn.next_turn, turn.text)
+        begun = await asyncio.to_thread(turn.next_turn, turn.message)
         planned = plan(turn, begun, max_model_len=self._max_model_len)
         if isinstance(planned, str):
             return planned

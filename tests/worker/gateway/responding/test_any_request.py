@@ -16,7 +16,7 @@ from vlm_worker.gateway.api.requests import ChatRequest, parse_chat
 from vlm_worker.gateway.chat_template import ChatTemplate
 from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.responding.builtin import choose
-from vlm_worker.gateway.responding.dialect_grammar import GrammarError
+from vlm_worker.gateway.responding.enforceable import GrammarError
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.responding.tool_grammar import grammar_of
 from vlm_worker.gateway.turns import at_once

@@ -83,6 +83,8 @@ async def test_calls_are_answered_whole_and_streamed_alike(served: Stack) -> Non
         whole = await api.chat.completions.create(**body())
         stream = await api.chat.completions.create(**body(stream=True))
         chunks = [chunk async for chunk in stream]
+        counting = {"stream": True, "stream_options": {"include_usage": True}}
+        counted = [c async for c in await api.chat.completions.create(**body(**counting))][-1].usage
         async with api.chat.completions.stream(**body()) as helper:
             final = await helper.get_final_completion()
     (choice,) = whole.choices
@@ -92,6 +94,9 @@ async def test_calls_are_answered_whole_and_streamed_alike(served: Stack) -> Non
     assert all(call["id"].startswith("call_") for call in calls)
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I'll look.")
     assert choice.message.model_extra["reasoning_content"] == "Hm 日本."
+    num_reasoning = whole.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < num_reasoning <= len(TOKENIZER.encode("\nHm 日本.\n").ids)
+    assert counted.completion_tokens_details.reasoning_tokens == num_reasoning
     content, reasoning, streamed, reason = accumulated(chunks)
     assert (content, reasoning, reason) == ("I'll look.", "Hm 日本.", "tool_calls")
     said = [(call["name"], call["arguments"]) for call in calls]

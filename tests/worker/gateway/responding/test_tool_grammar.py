@@ -14,7 +14,7 @@ from worker.gateway.responding.written import WRITERS, Call, parsed
 from vlm_worker.gateway.api.tools import Tool, ToolUse
 from vlm_worker.gateway.responding.builtin import builtin
 from vlm_worker.gateway.responding.calls import types_of
-from vlm_worker.gateway.responding.dialect_grammar import GrammarError
+from vlm_worker.gateway.responding.enforceable import GrammarError
 from vlm_worker.gateway.responding.tool_grammar import (
     CallTool,
     content_grammar,
@@ -216,8 +216,9 @@ def test_what_a_request_asks_for_is_enforced(use: ToolUse, calls: list[str] | No
 )
 def test_what_a_format_cannot_enforce_is_refused(form: str, inner: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": inner}}
-    with pytest.raises(GrammarError, match=r"pattern|maxLength"):
+    with pytest.raises(GrammarError, match="leave it out") as refused:
         Checked(form, tools=[CallTool("f", schema)])
+    assert refused.value.where == ("parameters", "properties", "a", list(inner)[-1])
 
 
 def test_twenty_tools_are_a_small_grammar() -> None:
@@ -259,7 +260,8 @@ def test_a_format_begins_behind_the_reasoning(in_reasoning: bool) -> None:
     assert not accepts(begun + "It is red.</think>red")
 
 
-def test_references_cost_no_more_than_the_schema() -> None:
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
+def test_references_cost_no_more_than_the_schema(form: str) -> None:
     """Each of ten definitions names the next one often: written out, they are 10^10."""
     names = [f"n{number}" for number in range(10)]
     links = {name: [{"$ref": f"#/$defs/{after}"}] * 10
@@ -272,5 +274,8 @@ def test_references_cost_no_more_than_the_schema() -> None:
         for name, refs in links.items()
     }
     trees["n9"] = {"type": "integer"}
-    with pytest.raises(GrammarError, match="bytes"):
-        Checked("gemma4", tools=[CallTool("f", {**start, "$defs": trees})])
+    choices = {**unions["$defs"], "n9": {"enum": ["x" * 64]}}
+    enums = {"n0": {"anyOf": [{"$ref": "#/$defs/n9"}] * 999}, "n9": {"enum": ["x" * 9999]}}
+    for defs in (trees, choices, enums):
+        with pytest.raises(GrammarError, match="references written out"):
+            Checked(form, tools=[CallTool("f", {**start, "$defs": defs})])

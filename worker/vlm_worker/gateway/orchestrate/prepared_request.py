@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.pod_caches import PodCaches, RequestDigests
@@ -34,8 +35,8 @@ class PreparedRequest:
         priority: requests of a larger priority run first.
         num_bytes: bytes of images and texts.
         answer_form: how its answers are read; None: they are content alone.
-        next_turn: returns the beginning of the next turn's prompt, by the text of the answer. It
-            may take milliseconds. None if nothing is prefetched.
+        next_turn: returns the beginning of the next turn's prompt, by the answer's message as the
+            client has it. It may take milliseconds. None if nothing is prefetched.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -53,7 +54,7 @@ class PreparedRequest:
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
     answer_form: AnswerForm | None = None
-    next_turn: Callable[[str], Prompt | None] | None = None
+    next_turn: Callable[[Mapping[str, Any]], Prompt | None] | None = None
     pins_session: bool = False
 
     def num_tokens(self, num_delivered: int) -> int:

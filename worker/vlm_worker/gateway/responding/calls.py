@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from vlm_worker.gateway.responding.json_stream import JsonStream, Piece, escaped
+from vlm_worker.gateway.responding.json_stream import JSON_NUMBER, JsonStream, Piece, escaped
 from vlm_worker.gateway.responding.patterns import Match, Pattern, Pending
 from vlm_worker.gateway.responding.template import JsonCalls, TagCalls
 
@@ -49,13 +49,15 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class Reader(Protocol):
-    """One region. After `done` or `failed`, `rest` is the text that is not of a call.
+    """One region. After `done` or `failed`, `rest` is not read.
 
-    If it `failed`, no call began since the one that ended before `rest`.
+    If it `failed`, no call began since the one that ended before `said`, the text that it read
+    without a call.
     """
 
     done: bool
     failed: bool
+    said: str
     rest: str
 
     def feed(self, text: str, *, final: bool) -> Iterator[CallEvent]:
@@ -100,42 +102,50 @@ class JsonReader:
         self._given = name
         self._base = 2 if form.is_list else 1
         self._stream = JsonStream(
-            base=self._base, delimiters=form.delimiters, bare_keys=form.bare_keys
+            base=self._base,
+            delimiters=form.delimiters,
+            bare_keys=form.bare_keys,
+            unique=form.name is not None,
         )
-        self._raw = ""  # read since the last call ended, until the next begins
+        self._raw: list[str] = []  # fed since the last call ended, until the next begins
         self._broken = False  # a call began, and its JSON is invalid
         self._num_ended = 0
         self._new_call()
         self.done = False
         self.failed = form.name is None and name not in tools
-        self.rest = ""
+        self.said = self.rest = ""
 
     def feed(self, text: str, *, final: bool) -> Iterator[CallEvent]:
-        if not self._begun:
-            self._raw += text
         if self.failed:
-            self.rest = self._raw
+            self.rest = text
             return
+        if not self._begun:
+            self._raw.append(text)
         if self._broken:
             yield from self._until_end(text, final=final)
             return
-        unread = len(self._stream.rest) + len(text)
+        unread = self._stream.rest + text
         pieces = self._stream.feed(text, final=final)
         while True:
-            for piece in pieces:
+            for piece, end in zip(pieces, self._stream.ends, strict=True):
                 yield from self._read(piece)
                 if self.failed:
-                    self.rest = self._raw
+                    self._fail(unread[end:])
                     return
             if self._stream.done or self._stream.failed:
                 break
-            if len(self._stream.rest) == unread or not self._stream.rest:
+            if len(self._stream.rest) == len(unread) or not self._stream.rest:
                 break
             if not self._begun and pieces and self._ended(pieces[-1]):
-                self._raw = self._stream.rest
-            unread = len(self._stream.rest)
+                self._raw = [self._stream.rest]
+            unread = self._stream.rest
             pieces = self._stream.feed("", final=final)
         yield from self._after(final=final)
+
+    def _fail(self, rest: str) -> None:
+        """Take the text before `rest` as no call. It is not read again, which bounds the work."""
+        raw = "".join(self._raw)
+        self.failed, self.said, self.rest = True, raw[: len(raw) - len(rest)], rest
 
     def _after(self, *, final: bool) -> Iterator[CallEvent]:
         if self._stream.done and self._num_ended:
@@ -146,13 +156,15 @@ class JsonReader:
             yield from self._until_end(rest, final=final)
         elif final and not self._begun and self._num_ended and not self._stream.failed:
             self.done = True
-        elif self._stream.done or self._stream.failed or (final and not self._begun):
-            self.failed, self.rest = True, self._raw
+        elif self._stream.done or self._stream.failed:
+            self._fail(self._stream.rest)
+        elif final and not self._begun:
+            self._fail("")
 
     def _new_call(self) -> None:
         self._begun = False
         self._name = ""
-        self._arguments = ""
+        self._arguments: list[str] = []  # those that are before the name
 
     def _ended(self, piece: Piece) -> bool:
         return piece.text == "}" and piece.depth == self._base - 1
@@ -195,7 +207,7 @@ class JsonReader:
         if self._begun:
             yield CallArguments(self._index, text)
             return
-        self._arguments += text
+        self._arguments.append(text)
         yield from self._try_begin()
 
     def _try_begin(self) -> Iterator[CallEvent]:
@@ -205,9 +217,9 @@ class JsonReader:
             return
         if name not in self._tools:
             self.failed = True
-        elif self._arguments.startswith("{"):
+        elif self._arguments and self._arguments[0] == "{":
             yield from self._begin(name)
-            yield CallArguments(self._index, self._arguments)
+            yield CallArguments(self._index, "".join(self._arguments))
 
     def _known_name(self) -> str | None:
         """Return the name once its string is complete. A name that is no string is no tool's."""
@@ -220,12 +232,12 @@ class JsonReader:
         return name if isinstance(name, str) else ""
 
     def _begin(self, name: str) -> Iterator[CallEvent]:
-        self._begun, self._raw = True, ""
+        self._begun, self._raw = True, []
         yield CallBegins(self._index, name)
 
     def _call_ended(self) -> Iterator[CallEvent]:
         if not self._begun:
-            name, arguments = self._known_name(), object_text(self._arguments or "{}")
+            name, arguments = self._known_name(), object_text("".join(self._arguments) or "{}")
             if name is None or name not in self._tools or arguments is None:
                 self.failed = True
                 return
@@ -286,7 +298,7 @@ class TagReader:
         self._num_arguments = 0
         self.done = False
         self.failed = name not in tools
-        self.rest = ""
+        self.said = self.rest = ""
 
     def feed(self, text: str, *, final: bool) -> Iterator[CallEvent]:
         text, self.rest = self.rest + text, ""
@@ -354,16 +366,24 @@ def properties_of(
 ) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return the schema and the types of each property."""
     schema = schema or {}
+    root, schema = schema, resolved(schema, schema)
+    schema = schema if isinstance(schema, Mapping) else {}
     properties = schema.get("properties")
     named = properties.items() if isinstance(properties, Mapping) else ()
     known: dict[int, tuple[str, ...]] = {}
-    return {key: (inner, types_of(inner, schema, known)) for key, inner in named}
+    return {key: (inner, types_of(inner, root, known)) for key, inner in named}
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a local `$ref` names; others stay."""
+    """Return the schema that a local `$ref` names, or the one part of an `allOf`; others stay."""
     for _ in range(MAX_REFS):
-        path = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(schema, Mapping):
+            break
+        parts = schema.get("allOf")
+        if isinstance(parts, list) and len(parts) == 1 and "type" not in schema:
+            schema = parts[0]
+            continue
+        path = schema.get("$ref")
         if not isinstance(path, str) or not path.startswith("#/"):
             break
         schema = root
@@ -403,8 +423,18 @@ def types_of(
     return known[id(schema)]
 
 
+def escaped_value(text: str) -> str:
+    """Return the JSON of a tag's text that is a string."""
+    return f'"{escaped(text)}"'
+
+
 def written_value(text: str, types: Sequence[str], *, is_json: bool) -> str:
-    """Return the JSON of a tag's text: by the first type that it has, else as a string."""
+    """Return the JSON of a tag's text: by the first type that it has, else as a string.
+
+    JSON of one of the types is returned as it is: a number may be too large for Python.
+    """
+    if _is_json_of(text.strip(), types):
+        return text.strip()
     for name in types:
         value = _as_type(text.strip(), name)
         if value is not None:
@@ -414,6 +444,15 @@ def written_value(text: str, types: Sequence[str], *, is_json: bool) -> str:
         if value is not None:
             return json.dumps(value.value, ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False)
+
+
+def _is_json_of(text: str, types: Sequence[str]) -> bool:
+    """Whether a text is the JSON of a value that has one of the types, strings excepted."""
+    if JSON_NUMBER.fullmatch(text):
+        is_integer = "." not in text and "e" not in text.lower()
+        return "number" in types or (is_integer and "integer" in types)
+    kind = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}.get(text[:1])
+    return kind in types and _decoded(text) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from vlm_worker.gateway.api.errors import invalid
 from vlm_worker.gateway.api.tools import ToolUse
 from vlm_worker.gateway.grammar import Grammar, of_schema, validated
-from vlm_worker.gateway.responding.dialect_grammar import GrammarError
+from vlm_worker.gateway.responding.enforceable import GrammarError
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.gateway.responding.tool_grammar import content_grammar, grammar_of
 
@@ -41,12 +41,15 @@ def enforced(
                 use, form.template, control_ids=ids, in_reasoning=in_reasoning, content=schema
             )
         except GrammarError as error:
+            where = ".".join(error.where) or path
             raise invalid(
-                f"'{path}' cannot be enforced with this model: {error}.",
-                param=path,
+                f"'{where}' cannot be enforced with this model: {error}.",
+                param=where,
                 code="invalid_json_schema",
             ) from error
-    return None if text is None else validated(text, path, schema=schema)
+    # The schema of a format was checked alone; those of tools are (`schemas_of`). What is wrong
+    # with all together has no keyword of the client's.
+    return None if text is None else validated(text, path)
 
 
 def schemas_of(use: ToolUse) -> list[Grammar]:

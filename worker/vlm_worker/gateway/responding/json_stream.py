@@ -21,7 +21,7 @@ MAX_DEPTH: Final = 64
 MAX_TOKEN: Final = 256
 """Longest number, word or key without quotes."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+JSON_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _SCALAR_CHARS = re.compile(r"[0-9a-zA-Z+.-]+")
 _KEY_CHARS = re.compile(r"[\w-]+")
 _SPACE = " \t\n\r"
@@ -62,19 +62,27 @@ class Piece:
 class JsonStream:
     """One value. `feed` returns the pieces; after `done` or `failed`, `rest` is not read.
 
-    `feed` also ends after an object at the depth `base`, with `rest` for the next call.
+    `feed` also ends after an object at the depth `base`, with `rest` for the next call. `ends` has
+    the end of each piece of the last `feed`, in its text: the rest before it, and what was added.
 
     Args:
         base: the depth of the objects whose keys name the pieces; 1 for an object alone, 2 for
             objects in an array.
+        unique: an object at the depth `base` with a key twice is invalid.
     """
 
     def __init__(
-        self, *, base: int = 1, delimiters: Sequence[tuple[str, str]] = (), bare_keys: bool = False
+        self,
+        *,
+        base: int = 1,
+        delimiters: Sequence[tuple[str, str]] = (),
+        bare_keys: bool = False,
+        unique: bool = True,
     ) -> None:
         self._base = base
         self._delimiters = tuple(delimiters)
         self._bare_keys = bare_keys
+        self._unique = unique
         self._at = _At.VALUE
         self._stack: list[str] = []
         self._token = ""  # a string, key or scalar that is not complete
@@ -82,8 +90,9 @@ class JsonStream:
         self._close = ""  # the delimiter that ends a string
         self._name = ""  # the last key at the depth `base`
         self._key: str | None = None  # the same, while its value is read
-        self._keys: list[set[str]] = []
+        self._keys: set[str] = set()  # of the object at the depth `base`
         self.rest = ""
+        self.ends: list[int] = []
 
     @property
     def done(self) -> bool:
@@ -98,16 +107,19 @@ class JsonStream:
         text = self.rest + text
         self.rest = ""
         pieces: list[Piece] = []
+        self.ends = []
         at = 0
         while at < len(text) and self._at not in (_At.DONE, _At.FAILED):
             moved = self._step(text, at, pieces, final=final)
             if moved is None:
                 break
             at = moved
+            self.ends += [at] * (len(pieces) - len(self.ends))
             if pieces and pieces[-1].text == "}" and pieces[-1].depth == self._base - 1:
                 break
         if final and at == len(text) and self._at is _At.SCALAR:
             self._end_scalar(pieces)
+        self.ends += [at] * (len(pieces) - len(self.ends))
         self.rest = text[at:]
         return pieces
 
@@ -142,7 +154,6 @@ class JsonStream:
             return at + 1
         if char in "}]" and self._may_end(char):
             self._stack.pop()
-            self._keys.pop()
             self._put(out, char)
             self._value_ended()
             return at + 1
@@ -178,7 +189,8 @@ class JsonStream:
                 return self._fail()
             self._put(out, char)
             self._stack.append(char)
-            self._keys.append(set())
+            if len(self._stack) == self._base:
+                self._keys.clear()
             self._at = _At.FIRST_KEY if char == "{" else _At.FIRST_ITEM
             return at + 1
         begun = self._begin_delimited(text, at, out)
@@ -248,7 +260,8 @@ class JsonStream:
         return end + len(self._close)
 
     def _run(self, text: str, at: int, out: list[Piece], chars: re.Pattern[str], end: _End) -> int:
-        run = chars.match(text, at)
+        # at most one character too many, wherever the text is cut
+        run = chars.match(text, at, at + MAX_TOKEN + 1 - len(self._token))
         if run:
             self._token += run.group()
             if len(self._token) > MAX_TOKEN:
@@ -259,7 +272,7 @@ class JsonStream:
         return at
 
     def _end_scalar(self, out: list[Piece]) -> None:
-        valid = self._token in ("true", "false", "null") or _NUMBER.fullmatch(self._token)
+        valid = self._token in ("true", "false", "null") or JSON_NUMBER.fullmatch(self._token)
         self._put(out, self._token)
         if not valid:
             self._fail()
@@ -276,13 +289,12 @@ class JsonStream:
         if not self._is_key:
             self._value_ended()
             return
-        key = json.loads(self._token)
-        if key in self._keys[-1]:
-            self._fail()
-            return
-        self._keys[-1].add(key)
         if len(self._stack) == self._base:
-            self._name = key
+            self._name = json.loads(self._token)
+            if self._unique and self._name in self._keys:
+                self._fail()
+                return
+            self._keys.add(self._name)
         self._at = _At.COLON
 
     def _value_ended(self) -> None:

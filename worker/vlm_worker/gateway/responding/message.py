@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlm_worker.gateway.responding.calls import CallArguments, CallBegins, Tools
@@ -48,31 +48,51 @@ class AnswerForm:
 
 
 class MessageReader:
-    """Reads the text of one choice. `answer_id` makes the ids of its calls. One task calls it."""
+    """Reads the text of one choice. `answer_id` makes the ids of its calls. One task calls it.
+
+    Attributes:
+        num_reasoning_tokens: tokens with a part of the text of the reasoning. Those of its anchors
+            and of white space behind it are not counted.
+    """
 
     def __init__(self, parser: AnswerParser, answer_id: str) -> None:
         self._parser = parser
         self._answer_id = answer_id
         self._texts = {Kind.CONTENT: "", Kind.REASONING: ""}
         self._calls: list[dict[str, Any]] = []
+        self._num_undecided = 0  # tokens since the last that decided something
+        self.num_reasoning_tokens = 0
 
     @property
     def done(self) -> bool:
         """Whether the answer needs no more tokens."""
         return self._parser.done
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends within reasoning."""
-        return self._parser.in_reasoning
-
-    def feed(self, text: str) -> list[dict[str, Any]]:
-        """Add text; return the deltas that may be sent."""
-        return self._deltas(self._parser.feed(text))
+    def feed(self, text: str, *, num_tokens: int = 1) -> list[dict[str, Any]]:
+        """Add the text of tokens; return the deltas that may be sent."""
+        was_in_reasoning = self._parser.in_reasoning
+        events = self._parser.feed(text)
+        self._count(events, num_tokens, was_in_reasoning=was_in_reasoning)
+        return self._deltas(events)
 
     def finish(self) -> list[dict[str, Any]]:
         """End the answer; return the remaining deltas."""
-        return self._deltas(self._parser.finish())
+        was_in_reasoning = self._parser.in_reasoning
+        events = self._parser.finish()
+        self._count(events, 0, was_in_reasoning=was_in_reasoning)
+        return self._deltas(events)
+
+    def _count(self, events: Sequence[Event], num_tokens: int, *, was_in_reasoning: bool) -> None:
+        """Count the tokens that have added text to the reasoning.
+
+        The parser holds text that may be an anchor, and white space. What follows decides.
+        """
+        self._num_undecided += num_tokens
+        if any(isinstance(event, Text) and event.kind is Kind.REASONING for event in events):
+            self.num_reasoning_tokens += self._num_undecided
+        elif not events and was_in_reasoning == self._parser.in_reasoning:
+            return
+        self._num_undecided = 0
 
     def finish_reason(self, reason: str) -> str:
         """Return the reason for clients: calls, unless the answer was cut."""

@@ -5,13 +5,15 @@
     feed("}}</tool_call>") ─▶ CallArguments(0, "}"), CallEnds(0)
 
 The joined events do not depend on how the text is cut. Text that is no call stays content, with its
-anchors. White space at the beginning and the end of content and reasoning is dropped.
+anchors; what a call read before it failed is not searched for others. White space at the beginning
+and the end of content and reasoning is dropped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterator
+from typing import Final
 
 from vlm_worker.gateway.responding.calls import (
     CallArguments,
@@ -31,6 +33,9 @@ from vlm_worker.gateway.responding.template import (
     Region,
     ResponseTemplate,
 )
+
+_STEP: Final = 64
+"""Characters that are read at once. All that is not read is searched at each anchor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,12 +121,16 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Event]:
         """Add text; return the events that it decides."""
-        self._buffer += text
-        return _merged(self._run(final=False))
+        return _merged(self._fed(text))
 
     def finish(self) -> list[Event]:
         """End the answer; return the remaining events."""
         return _merged(self._run(final=True))
+
+    def _fed(self, text: str) -> Iterator[Event]:
+        for at in range(0, len(text), _STEP):
+            self._buffer += text[at : at + _STEP]
+            yield from self._run(final=False)
 
     def _run(self, *, final: bool) -> Iterator[Event]:
         while not self.done:
@@ -185,9 +194,9 @@ class AnswerParser:
         self._reader = self._region = None
         self._buffer = reader.rest
         if reader.failed:
-            # What is no call is content. At least one character, so that it is not read again.
-            said = self._opened or self._buffer[:1]
-            self._buffer = self._buffer[len(said) - len(self._opened) :]
+            # At least one character is content, so that the same anchor is not found again.
+            said = self._opened + reader.said or self._buffer[:1]
+            self._buffer = self._buffer[len(said) - len(self._opened + reader.said) :]
             yield from self._say(said)
         else:
             self._closing = region.end

@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from vlm_worker.gateway.api.tools import ToolUse
+from vlm_worker.gateway.closed_schema import closed
 from vlm_worker.gateway.responding.calls import properties_of
-from vlm_worker.gateway.responding.dialect_grammar import DialectRules, GrammarError
+from vlm_worker.gateway.responding.dialect_grammar import DialectRules
+from vlm_worker.gateway.responding.enforceable import GrammarError, located, read
 from vlm_worker.gateway.responding.patterns import (
     Char,
     Lookahead,
@@ -26,6 +28,7 @@ from vlm_worker.gateway.responding.patterns import (
     literal_runs,
     plain_char,
 )
+from vlm_worker.gateway.responding.tag_grammar import TagRules
 from vlm_worker.gateway.responding.template import (
     JsonCalls,
     Kind,
@@ -37,17 +40,20 @@ from vlm_worker.gateway.responding.template import (
 SPACE: Final = "S"
 _SPACE_RULE: Final = r"S: /[ \t\r\n]{0,4}/"
 _ANY: Final = "/(?s:.*)/"
-_TEXT_KEYWORDS: Final = frozenset({"pattern", "format", "minLength", "maxLength"})
 
 Mode = Literal["auto", "required"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallTool:
-    """A tool by its name and the JSON schema of its arguments; None: any object."""
+    """A tool by its name and the JSON schema of its arguments; None: any object.
+
+    `path` is the schema's in the request, for errors.
+    """
 
     name: str
     schema: Mapping[str, Any] | None
+    path: str = "parameters"
 
 
 def tool_grammar(
@@ -111,8 +117,12 @@ def grammar_of(
     if not must and content is None and not any(tool.strict for tool in use.offered):
         return None
     tools = [
-        CallTool(tool.name, (tool.parameters or _EMPTY) if tool.strict else None)
-        for tool in use.offered
+        CallTool(
+            tool.name,
+            (tool.parameters or _EMPTY) if tool.strict else None,
+            f"tools[{index}].function.parameters",
+        )
+        for index, tool in enumerate(use.offered)
         if use.named in (None, tool.name)
     ]
     return tool_grammar(
@@ -140,7 +150,13 @@ class _Writer:
         self._form = None if region is None else region.calls
         self._control_ids = control_ids
         self._rules: list[str] = []
-        self._dialect = DialectRules(self._text, self._rules)
+        self._dialect: DialectRules | None = None
+        if isinstance(self._form, JsonCalls) and self._form.delimiters:
+            self._dialect = DialectRules(self._form, self._text, self._rules)
+        self._tag_rules: TagRules | None = None
+        if isinstance(self._form, TagCalls):
+            whole = None if region is None else region.end
+            self._tag_rules = TagRules(self._form, whole, SPACE, self._rules)
 
     def grammar(
         self,
@@ -158,7 +174,8 @@ class _Writer:
             calls = self._list(tools, parallel=parallel, trigger=trigger)
         else:
             for index, tool in enumerate(tools):
-                self._rules.append(f"c{index}: {self._call(tool, f'c{index}', trigger)}")
+                with located(tool.path):
+                    self._rules.append(f"c{index}: {self._call(tool, f'c{index}', trigger)}")
             self._rules.append("call: " + " | ".join(f"c{index}" for index in range(len(tools))))
             calls = "call call*" if parallel else "call"
             if trigger is not None:
@@ -192,11 +209,11 @@ class _Writer:
         self._rules.append(f"thinking: {self._text(begin)} thought S")
         return "thinking? "
 
-    def _until(self, rule: str, end: str) -> str:
-        """A rule of any text up to `end`."""
+    def _until(self, rule: str, end: str, text: str = _ANY) -> str:
+        """A rule of `text` up to `end`."""
         if end in self._control_ids:
-            return f"{rule}: {_ANY} {self._text(end)}"
-        return f"{rule}[suffix={_quoted(end)}]: {_ANY}"
+            return f"{rule}: {text} {self._text(end)}"
+        return f"{rule}[suffix={_quoted(end)}]: {text}"
 
     def _trigger(self) -> str:
         """Write the rule `head`: text up to the first anchor of a call; return the anchor."""
@@ -231,7 +248,8 @@ class _Writer:
         form = self._form
         assert isinstance(form, JsonCalls)
         for index, tool in enumerate(tools):
-            self._rules.append(f"c{index}: {self._json(form, tool, f'c{index}')}")
+            with located(tool.path):
+                self._rules.append(f"c{index}: {self._json(form, tool, f'c{index}')}")
         self._rules.append("item: " + " | ".join(f"c{index}" for index in range(len(tools))))
         more = ' ("," S item)*' if parallel else ""
         begin = " ".join(self._anchor(self._begin, None, trigger))
@@ -241,14 +259,14 @@ class _Writer:
 
     def _json(self, form: JsonCalls, tool: CallTool, rule: str) -> str:
         if form.name is None:
-            return self._arguments(form, tool, rule)
+            return self._arguments(tool, rule)
         assert form.arguments is not None
         lead = f'{{"{form.name}": "{tool.name}", "{form.arguments}": '
-        return f'{_quoted(lead)} {self._arguments(form, tool, rule)} "}}"'
+        return f'{_quoted(lead)} {self._arguments(tool, rule)} "}}"'
 
-    def _arguments(self, form: JsonCalls, tool: CallTool, rule: str) -> str:
-        if form.delimiters:
-            return self._dialect.arguments(form, tool.schema, rule)
+    def _arguments(self, tool: CallTool, rule: str) -> str:
+        if self._dialect is not None:
+            return self._dialect.value(read(tool.schema or {}), f"{rule}-d")
         return _json_rule({"type": "object", **(tool.schema or {})})
 
     def _tags(self, form: TagCalls, tool: CallTool, rule: str) -> list[str]:
@@ -256,45 +274,29 @@ class _Writer:
 
         A tool without a schema takes any tags.
         """
-        if tool.schema is None:
+        rules, schema = self._tag_rules, tool.schema
+        assert rules is not None
+        last = literal_runs(form.end.nodes)[-1]
+        if schema is None:
             begin = " ".join(self._anchor(form.begin.nodes, None, None))
-            end = literal_runs(form.end.nodes)[-1]
-            self._rules += [self._until(f"{rule}-v", end), f"{rule}-t: S {begin} {rule}-v"]
+            self._rules += [self._until(f"{rule}-v", last), f"{rule}-t: S {begin} {rule}-v"]
             return [f"{rule}-t*"]
-        schema = tool.schema
-        required = schema.get("required")
-        required = required if isinstance(required, list) else []
         parts = []
-        for index, (key, (inner, types)) in enumerate(properties_of(schema).items()):
+        read_as = properties_of(schema)
+        for index, member in enumerate(read(schema).members):
             name = f"{rule}-{index}"
-            begin = " ".join(self._anchor(form.begin.nodes, None, None, key=key))
-            value = self._tag_value(form, schema, inner, types, name)
-            self._rules.append(f"{name}: S {begin} {value}")
-            parts.append(name if key in required else f"{name}?")
+            with located("properties", member.key):
+                rules.check_key(member.key)
+                value = rules.value(member, read_as[member.key][1], name)
+            begin = " ".join(self._anchor(form.begin.nodes, None, None, key=member.key))
+            if value is None:
+                self._rules.append(self._until(f"{name}-v", last, rules.text()))
+                self._rules.append(f"{name}: S {begin} {name}-v")
+            else:
+                end = " ".join(self._anchor(form.end.nodes, None, None))
+                self._rules.append(f"{name}: S {begin} {value} {end}")
+            parts.append(name if member.is_required else f"{name}?")
         return parts
-
-    def _tag_value(
-        self,
-        form: TagCalls,
-        schema: Mapping[str, Any],
-        inner: Any,
-        types: Sequence[str],
-        rule: str,
-    ) -> str:
-        end = " ".join(self._anchor(form.end.nodes, None, None))
-        if "string" not in types and (types or form.is_json):
-            defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            return f"{_json_rule({**defs, **(inner if isinstance(inner, Mapping) else {})})} {end}"
-        inner = inner if isinstance(inner, Mapping) else {}
-        values = [inner["const"]] if "const" in inner else inner.get("enum")
-        if isinstance(values, list) and values:
-            if not all(isinstance(value, str) for value in values):
-                raise GrammarError("an enum of strings and other values is not built")
-            return f"({' | '.join(map(_quoted, values))}) {end}"
-        if unknown := sorted(_TEXT_KEYWORDS & set(inner)):
-            raise GrammarError(f"'{unknown[0]}' of a string is not built for this model's calls")
-        self._rules.append(self._until(f"{rule}-v", literal_runs(form.end.nodes)[-1]))
-        return f"{rule}-v"
 
     def _anchor(
         self, nodes: Sequence[Node], tool: CallTool | None, skip: str | None, *, key: str = ""
@@ -320,7 +322,7 @@ class _Writer:
     def _node(self, node: Node, tool: CallTool | None, key: str) -> list[str]:
         if isinstance(node, Lookahead):
             return []
-        if _is_space(node):
+        if _is_any_space(node):
             return [SPACE]
         if isinstance(node, Char):
             return [f"/{node.text}/"]
@@ -334,7 +336,7 @@ class _Writer:
             assert tool is not None
             return [_quoted(tool.name)]
         if node.name == "key" and key:
-            return [self._text(key)]
+            return [_quoted(key)]
         branches = [" ".join(self._anchor(one, tool, None, key=key)) for one in node.branches]
         return [f"({' | '.join(branches)})"]
 
@@ -359,6 +361,16 @@ def _is_space(node: Node) -> bool:
     return isinstance(inner, Char) and inner.text in (r"\s", r"\n", r"\\" + "\n", "\\\n")
 
 
+def _is_any_space(node: Node) -> bool:
+    """Whether the node takes all of `SPACE`; a value may follow or precede what takes less."""
+    return (
+        isinstance(node, Repeat)
+        and (node.least, node.most) == (0, None)
+        and isinstance(node.node, Char)
+        and node.node.text == r"\s"
+    )
+
+
 def _after_space(nodes: Sequence[Node]) -> Sequence[Node]:
     at = next((i for i, node in enumerate(nodes) if not _is_space(node)), len(nodes))
     return nodes[at:]
@@ -370,4 +382,4 @@ def _quoted(text: str) -> str:
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
     whitespace = {"whitespace_pattern": r"[ \t\n\r]{1,4}"}
-    return "%json " + json.dumps({**schema, "x-guidance": whitespace}, ensure_ascii=False)
+    return "%json " + json.dumps({**closed(schema), "x-guidance": whitespace}, ensure_ascii=False)

@@ -40,7 +40,6 @@ class ResponsesWriter(ResponseWriter):
         self._sampling = sampling
         self._output = Output(envelope.request_id, with_logprobs=self._with_logprobs)
         self._num_events = 0
-        self._num_reasoning = 0
         self._is_begun = False
         self._reason = ""
 
@@ -59,7 +58,7 @@ class ResponsesWriter(ResponseWriter):
         body = self._body("incomplete" if is_cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "completed_at": None if is_cut else int(time.time()),
-            "usage": usage_body(usage, num_reasoning=self._num_reasoning),
+            "usage": usage_body(self._with_reasoning(usage)),
             **self._timing,
         }
         if not self._stream:
@@ -78,11 +77,7 @@ class ResponsesWriter(ResponseWriter):
     async def _put(self, index: int, piece: TextChunk, *, is_last: bool = False) -> None:
         is_first = not self._held
         self._held[index] = []
-        reader = self._readers[index]
-        was_reasoning = reader is not None and reader.in_reasoning
         deltas = self._deltas(index, piece, is_last=is_last)
-        if reader is not None and not is_last:  # each other piece is of one token
-            self._num_reasoning += was_reasoning or reader.in_reasoning
         self._on_text(piece.text)
         events = self._output.add(deltas, piece)
         if self._stream and (events or not self._is_begun):
@@ -141,7 +136,7 @@ class ResponsesWriter(ResponseWriter):
         }
 
 
-def usage_body(usage: Usage, *, num_reasoning: int) -> dict[str, Any]:
+def usage_body(usage: Usage) -> dict[str, Any]:
     """Return the usage of a response; writes to the caches are not counted."""
     num_input = usage.image_tokens + usage.text_tokens
     return {
@@ -153,7 +148,7 @@ def usage_body(usage: Usage, *, num_reasoning: int) -> dict[str, Any]:
             "text_tokens": usage.text_tokens,
         },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": num_input + usage.completion_tokens,
     }
 
