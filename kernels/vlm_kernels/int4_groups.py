@@ -48,9 +48,9 @@ def store_group(pieces_H: torch.Tensor, rows_THD: torch.Tensor, *, is_key: bool)
     parts: list[list[torch.Tensor]] = [[], []]
     for begin in range(0, head_dim, GROUP):
         of = slice(begin, begin + GROUP)
-        codes[..., of], *ranges = _quantise(x_HTD[..., of], axis=1 if is_key else 2)
-        for part, numbers in zip(parts, ranges, strict=True):
-            part.append(numbers)
+        codes[..., of], scales, minima = _quantise(x_HTD[..., of], axis=1 if is_key else 2)
+        parts[0].append(scales)
+        parts[1].append(minima)
     half = head_dim // 2
     packed = codes[..., :half] | codes[..., half:] << 4
     numbers = [torch.cat(part, dim=2).flatten(1).contiguous().view(torch.uint8) for part in parts]

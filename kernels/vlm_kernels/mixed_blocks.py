@@ -86,10 +86,10 @@ def check_groups(kv_cache: torch.Tensor, slots_T: np.ndarray, head_dim: int) -> 
     if not len(at):
         return
     if len(at) % GROUP == 0:
-        groups, at = slots_T[at].reshape(-1, GROUP), at.reshape(-1, GROUP)
+        groups, tokens = slots_T[at].reshape(-1, GROUP), at.reshape(-1, GROUP)
         order = np.arange(GROUP)
         is_whole = (groups == groups[:, :1] + order) & (groups[:, :1] % GROUP == 0)
-        if is_whole.all() and (at == at[:, :1] + order).all():
+        if is_whole.all() and (tokens == tokens[:, :1] + order).all():
             return
     raise ValueError(f"slots: a block in 4 bits is written whole, {GROUP} tokens in order")
 

@@ -139,7 +139,7 @@ def _kv_formula(facts: ModelFacts, kv_dtype: str) -> str:
 
 
 def _kv_types(facts: ModelFacts) -> Section:
-    formula = "2 · layers · KV heads · (head size · bytes + 4 B scale; of kivi4, per 32 numbers)"
+    formula = "2 · layers · KV heads · (head size · bytes + 4 B scale; kivi4: per 32)"
     found: list[tuple[str, int, int]] = []
     for kv_dtype in (facts.dtype, "int8"):
         token_bytes = capacity.kv_token_bytes(facts, kv_dtype)

@@ -217,6 +217,13 @@ def test_blocks_in_4_bits_are_whole_in_any_step(
     assert run.answers == expected(todo)
 
 
+def test_a_step_that_no_block_in_4_bits_fits_is_refused() -> None:
+    kinds = BlockKinds(8, Narrow.VISION_KIVI4, 4)
+    kinds.check_chunks(32)
+    with pytest.raises(ValueError, match=r"computed whole.* is 31"):
+        kinds.check_chunks(31)
+
+
 def _entries(shape: BlockShape, index: int, *, block: int) -> list[list[int]]:
     """The entries of the block at `index`, if the pool gave it this number."""
     before = len(shape.entries([block] * index)) if index else 0

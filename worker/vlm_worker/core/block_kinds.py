@@ -59,9 +59,17 @@ class BlockKinds:
 
     @property
     def min_chunk(self) -> int:
-        """Tokens that a step must have room for, so that every chunk can be computed."""
+        """Prompt tokens that must fit into a step, so that every chunk can be computed."""
         is_grouped = self.narrow is not None and self.narrow.is_grouped
         return self.num_parts * self.block_size if is_grouped else 1
+
+    def check_chunks(self, max_chunk: int) -> None:
+        """Raise ValueError if not every chunk fits into a step of `max_chunk` prompt tokens."""
+        if max_chunk < self.min_chunk:
+            raise ValueError(
+                f"KV blocks of {self.min_chunk} visual tokens are computed whole, but "
+                f"max_num_batched_tokens less max_num_seqs is {max_chunk}"
+            )
 
     @property
     def of_text(self) -> BlockShape:

@@ -487,12 +487,7 @@ def _make_pool(runner: Runner, settings: EngineSettings) -> BlockPool:
             f"the KV buffer holds {num_tokens} tokens, fewer than max_model_len "
             f"({settings.max_model_len}): give it more memory, or lower max_model_len"
         )
-    if settings.min_prompt_tokens < pool.kinds.min_chunk:
-        raise ValueError(
-            f"KV blocks of {pool.kinds.min_chunk} visual tokens are computed whole, but "
-            f"max_num_batched_tokens ({settings.max_num_batched_tokens}) less max_num_seqs "
-            f"({settings.max_num_seqs}) is {settings.min_prompt_tokens}"
-        )
+    pool.kinds.check_chunks(settings.min_prompt_tokens)
     return pool
 
 
