@@ -37,9 +37,9 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=47_800, single_importers=50, short_files=23),
+    "worker": Count(lines=47_900, single_importers=50, short_files=23),
     "operator": Count(lines=41_600, single_importers=54, short_files=34),
-    "kernels": Count(lines=7_620, single_importers=15, short_files=8),
+    "kernels": Count(lines=7_800, single_importers=15, short_files=8),
 }
 
 
