@@ -8,7 +8,7 @@
     kv        the whole image, KV cache in int8
     weights   the whole image, encoded with int8 weights of tower and merger; `calibrated`: with
               scales of activations from other questions, instead of one for each row
-    modality  the whole image, KV cache in int8 of both modalities or of one
+    modality  the whole image, KV cache in int8 of both modalities or of one, or vision in 4 bits
     parts     the whole image, encoded and decoded with types by part, as of `--weights`
 
 The worker's own code does all of it: processor, vision tower, reduction, decoder. Visual tokens of
@@ -42,7 +42,7 @@ from vlm_worker.media.patches import PLAIN_CUTTER, model_pixels
 from vlm_worker.media.texture import pixel_relevance
 from vlm_worker.model.calibrate import Calibrator, load_unpacked
 from vlm_worker.reduction import Method, Reduction
-from vlm_worker.types import ImageItem, PreparedImage
+from vlm_worker.types import KIVI_GROUP, ImageItem, PreparedImage
 from vlm_worker.weights import PARTS
 
 KEY: Final = bytes(32)
@@ -100,7 +100,9 @@ LEVERS: Final[Mapping[str, tuple[Setting, ...]]] = {
 }
 CALIBRATED: Final = "calibrated"
 UNRECORDED: Final[Mapping[str, tuple[Setting, ...]]] = {
-    "modality": tuple(Setting("modality", value) for value in ("int8", "vision=int8", "text=int8")),
+    "modality": tuple(
+        Setting("modality", value) for value in ("int8", "vision=int8", "text=int8", "vision=kivi4")
+    ),
     "weights": (Setting("weights", CALIBRATED),),
     "parts": (
         Setting("parts", "encoder=int8"),
@@ -200,7 +202,8 @@ class Worker:
     def with_kv(self, kv_dtype: str) -> Any:
         """The runner with this `--kv-dtype`, and blocks that are small beside an image."""
         if kv_dtype not in self._by_kv:
-            options = {"kv_dtype": kv_dtype, "block_size": MODALITY_BLOCK}
+            size = KIVI_GROUP if kv_dtype == "vision=kivi4" else MODALITY_BLOCK
+            options = {"kv_dtype": kv_dtype, "block_size": size}
             self._by_kv[kv_dtype] = self._built(options)
         return self._by_kv[kv_dtype]
 

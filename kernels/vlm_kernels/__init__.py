@@ -2,7 +2,8 @@
 
     store_kv           write the keys and values of new tokens into KV blocks
     paged_attention    attention of packed queries over KV blocks
-    mixed_blocks       blocks of two kinds in one cache: int8 for one modality
+    mixed_blocks       blocks of two kinds in one cache: int8 or 4 bits for one modality
+    int4_groups        blocks of 32 tokens in 4 bits (KIVI)
     decode_attention   the part of it for sequences with one query, in C++
     varlen_attention   attention inside segments of a packed axis (vision towers)
     flash_attention    both in C++, for bfloat16; a query sees an interval of its `segments`

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vlm_kernels.kv_rows import MIXED, block_size_of
+from vlm_kernels.kv_rows import TWO_KINDS, block_size_of
 from vlm_kernels.mixed_blocks import num_parts, split_entries
 from vlm_kernels.segments import seen_by
 
@@ -60,7 +60,7 @@ class GroupLayout:
         self._num_layers, self._num_heads = kv_cache.shape[1], kv_cache.shape[3]
         self._block_size = block_size_of(kv_cache, head_dim)
         self._num_parts = num_parts(kv_cache)
-        self._is_mixed = kv_cache.dtype in MIXED
+        self._is_mixed = kv_cache.dtype in TWO_KINDS
         self._device, self._dtype = kv_cache.device, dtype
 
     def group(

@@ -37,7 +37,6 @@ from vlm_kernels.layer_weights import (
     lay_out,
     output_of,
 )
-from vlm_kernels.mixed_blocks import num_entries
 from vlm_kernels.native_layers import Input, Kind, at, check_rows, check_tables, run_layers
 from vlm_kernels.store_kv import checked_slots
 
@@ -197,7 +196,7 @@ class DecoderLayers:
         fits = len(self._layers) <= num_layers and num_kv_heads == self.heads.num_kv_heads
         check(fits, f"the cache has {num_layers} layers of {num_kv_heads} heads")
         check(slots_T.shape == (num_tokens,), f"{tuple(slots_T.shape)} slots, {num_tokens} tokens")
-        checked_slots(slots_T, num_slots=num_entries(kv_cache) * block_size_of(kv_cache, head_dim))
+        checked_slots(slots_T, kv_cache, head_dim)
         check(len(kinds) >= self._num_kinds, f"{len(kinds)} kinds, layers have {self._num_kinds}")
         for kind in kinds:
             check(not kind.plan.groups and kind.plan.tiles is None, "the plan is for torch or GPUs")

@@ -3,6 +3,7 @@
     float32, bfloat16, float16    [P, D]                     values
     int8, float8_e4m3fn           [P, D] then [P] float32    value = element * scale of its row
     int16, int32                  blocks of two kinds, one of them int8 (`mixed_blocks`)
+    uint16, uint32                blocks of two kinds, one of them in 4 bits (`int4_groups`)
 
 A row is one token's key, or value, of one head, and has one scale (KIVI, arXiv 2402.02750, finds
 one scale per token enough for 8 bits). A new token changes no existing scale. The scales follow
@@ -22,6 +23,7 @@ from __future__ import annotations
 import torch
 
 from vlm_kernels import gpu
+from vlm_kernels.int4_groups import GROUP, piece_bytes
 
 SCALE_BYTES = 4
 LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
@@ -30,22 +32,38 @@ LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
 MIXED = {torch.int16: torch.bfloat16, torch.int32: torch.float32}
 """Words of a cache with blocks of two kinds, and the type of its wide rows (`mixed_blocks`)."""
 
+GROUPED = {torch.uint16: torch.bfloat16, torch.uint32: torch.float32}
+"""The same with narrow blocks of 32 tokens in 4 bits (`int4_groups`)."""
+
+TWO_KINDS = MIXED | GROUPED
+
 NATIVE_TYPES = {
     torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3, torch.int32: 4,
+    torch.uint16: 5, torch.uint32: 6,
 }  # fmt: skip
 """Cache types of the C++ kernels; the numbers are `KVType`'s in cpu/kv_types.h."""
 
 
 def slot_elements(dtype: torch.dtype, head_dim: int) -> int:
     """Elements of the cache's last axis per slot, scale included."""
+    if dtype in GROUPED:
+        return piece_bytes(head_dim) * 2 // GROUP  # a wide block has 32 / 2 / itemsize slots
     return head_dim + SCALE_BYTES if dtype in LIMITS or dtype in MIXED else head_dim
 
 
 def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
     """Slots of a block, or of an entry (`mixed_blocks`).
 
-    Raises ValueError if the last axis is not a multiple of a slot.
+    Raises ValueError if the last axis is not a multiple of a slot, or no group of 4 bits.
     """
+    if kv_cache.dtype in GROUPED:
+        num_bytes = kv_cache.shape[-1] * kv_cache.element_size()
+        if head_dim < 1 or head_dim % 2 or num_bytes != piece_bytes(head_dim):
+            raise ValueError(
+                f"head_dim {head_dim}: a block in 4 bits has {GROUP} tokens of an even head_dim, "
+                f"not {num_bytes} bytes"
+            )
+        return GROUP // (2 * kv_cache.element_size())
     size = slot_elements(kv_cache.dtype, head_dim)
     if head_dim < 1 or kv_cache.shape[-1] % size:
         raise ValueError(
@@ -56,7 +74,7 @@ def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
 
 def check_cache_type(kv_cache: torch.Tensor) -> None:
     """Raise ValueError if the GPU kernels do not support the cache's type."""
-    if kv_cache.dtype in MIXED:
+    if kv_cache.dtype in TWO_KINDS:
         raise ValueError("kv_cache: the GPU kernels do not read blocks of two kinds")
     if kv_cache.dtype not in LIMITS:
         gpu.check_floats("kv_cache", kv_cache)

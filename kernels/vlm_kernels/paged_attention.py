@@ -30,7 +30,7 @@ from vlm_kernels.attention_plan import AttentionPlan
 from vlm_kernels.decode_attention import attend_decode
 from vlm_kernels.dense_attention import capped, dense_attention
 from vlm_kernels.flash_attention import flash_paged_attention
-from vlm_kernels.kv_rows import MIXED, block_size_of, values_of
+from vlm_kernels.kv_rows import TWO_KINDS, block_size_of, values_of
 from vlm_kernels.mixed_blocks import num_parts, split_entries, values_of_entries
 from vlm_kernels.tiled_attention import attend_tiled
 
@@ -75,12 +75,13 @@ def paged_attention_reference(
 
 def _values(kv_cache: torch.Tensor, layer: int, table: np.ndarray, head_dim: int) -> torch.Tensor:
     """The values `[B, 2, H, P, D]` of the blocks, or entries, of one sequence."""
-    if kv_cache.dtype not in MIXED:
+    if kv_cache.dtype not in TWO_KINDS:
         return values_of(kv_cache[table, layer], head_dim)
     blocks, _, _ = split_entries(table, num_parts(kv_cache))
     pieces = kv_cache[blocks, layer]
     entries = np.repeat(table.astype(np.int64), pieces.shape[1] * pieces.shape[2])
-    values = values_of_entries(pieces.reshape(-1, pieces.shape[-1]), entries, head_dim)
+    is_key = np.arange(len(entries)) // pieces.shape[2] % 2 == 0
+    values = values_of_entries(pieces.reshape(-1, pieces.shape[-1]), entries, is_key, head_dim)
     return values.view(*pieces.shape[:3], -1, head_dim)
 
 
@@ -133,7 +134,8 @@ def paged_attention(
         if group.entries is None:
             kv = values_of(gathered, head_dim).reshape(-1, head_dim)
         else:
-            kv = values_of_entries(gathered, group.entries, head_dim).view(-1, head_dim)
+            is_key = np.arange(len(group.entries)) < len(group.entries) // 2
+            kv = values_of_entries(gathered, group.entries, is_key, head_dim).view(-1, head_dim)
         if group.unwritten is not None:
             kv.index_fill_(0, group.unwritten, 0)
         kv = kv.view(2, group.num_seqs * num_kv_heads, -1, head_dim)[:, :, : group.num_kv]

@@ -20,15 +20,15 @@ from vlm_kernels import gpu
 from vlm_kernels.cpu import native
 from vlm_kernels.kv_rows import (
     LIMITS,
-    MIXED,
     NATIVE_TYPES,
+    TWO_KINDS,
     block_size_of,
     check_cache_type,
     layer_views,
     quantise,
     split_pieces,
 )
-from vlm_kernels.mixed_blocks import num_entries, store_row
+from vlm_kernels.mixed_blocks import check_groups, num_entries, store_mixed
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types of k and v that the C++ kernel reads."""
@@ -47,10 +47,9 @@ def store_kv_reference(
     slots_T: torch.Tensor,
 ) -> None:
     """The definition: token by token, in place."""
-    if kv_cache.dtype in MIXED:
-        for token, slot in enumerate(slots_T.tolist()):
-            store_row(kv_cache, (layer, 0), slot, k_THD[token])
-            store_row(kv_cache, (layer, 1), slot, v_THD[token])
+    if kv_cache.dtype in TWO_KINDS:
+        store_mixed(kv_cache, (layer, 0), slots_T.numpy(), k_THD)
+        store_mixed(kv_cache, (layer, 1), slots_T.numpy(), v_THD)
         return
     rows, scale_bytes = split_pieces(kv_cache, k_THD.shape[-1])
     for token, slot in enumerate(slots_T.tolist()):
@@ -78,9 +77,9 @@ def store_kv(
         v_THD: values.
         kv_cache: `[N, L, 2, H, P * D]`, contiguous; quantised as in `kv_rows`.
         layer: layer index in the cache.
-        slots_T: int64, all different, on the cache's device. On a GPU, slots outside of the cache
-            are skipped, such as -1, the padding of a captured graph: a check on the host would
-            synchronise the stream.
+        slots_T: int64, all different, on the cache's device; those of a block in 4 bits are
+            all here, in order. On a GPU, slots outside of the cache are skipped, such as -1, the
+            padding of a captured graph: a check on the host would synchronise the stream.
 
     Raises:
         ValueError: a shape, type or slot is wrong; the text says which.
@@ -94,10 +93,10 @@ def store_kv(
         launch(k_THD, v_THD, *layer_views(kv_cache, layer, head_dim), slots_T)
         return
     if kv_cache.device.type == "cpu":
-        slots = checked_slots(slots_T, num_slots=num_entries(kv_cache) * block_size)
+        slots = checked_slots(slots_T, kv_cache, head_dim)
         if _native(k_THD, v_THD, kv_cache, layer, slots_T, block_size):
             return
-        if kv_cache.dtype in MIXED:
+        if kv_cache.dtype in TWO_KINDS:
             store_kv_reference(k_THD, v_THD, kv_cache, layer, slots_T)
             return
         if kv_cache.dtype not in LIMITS:
@@ -116,13 +115,18 @@ def store_kv(
             scale_bytes[block_T, layer, kv, :, offset_T] = scales[..., None].view(torch.int8)
 
 
-def checked_slots(slots_T: torch.Tensor, *, num_slots: int) -> np.ndarray:
-    """The same memory as a numpy array. Raises ValueError if a slot is outside of the cache."""
+def checked_slots(slots_T: torch.Tensor, kv_cache: torch.Tensor, head_dim: int) -> np.ndarray:
+    """The same memory as a numpy array.
+
+    Raises ValueError if a slot is outside of the cache, or a block in 4 bits is not written whole.
+    """
+    num_slots = num_entries(kv_cache) * block_size_of(kv_cache, head_dim)
     slots = slots_T.numpy()
     if slots.dtype != np.int64 or not slots.flags.c_contiguous:
         raise ValueError(f"slots are {slots.dtype}: must be contiguous int64")
     if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
         raise ValueError(f"a slot is not in 0 to {num_slots - 1}")
+    check_groups(kv_cache, slots, head_dim)
     return slots
 
 

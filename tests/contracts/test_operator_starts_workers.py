@@ -94,6 +94,7 @@ def test_all_workers_read_the_weights_of_the_model(weights: dict[str, str]):
     [
         ("Auto", "auto"), ("BFloat16", "bfloat16"), ("Float32", "float32"), ("Int8", "int8"),
         ("FP8", "fp8"), ("VisionInt8", "vision=int8"), ("TextInt8", "text=int8"),
+        ("VisionKivi4", "vision=kivi4"),
     ],
 )  # fmt: skip
 def test_workers_read_the_kv_type_of_the_model_and_no_other_set_exchanges_kv(kind: str, flag: str):

@@ -223,6 +223,22 @@ def test_kv_of_one_modality_in_int8_has_the_workers_bytes_per_token(
     assert (narrow * 16, other) == (layout().block_bytes, layout().token_bytes)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_visual_kv_in_4_bits_has_the_workers_bytes_per_token(both: Both, dtype: str):
+    planned = capacity.kivi4_token_bytes(dataclasses.replace(both.facts, dtype=dtype))
+    text, wide = both.module.config.get_text_config(), getattr(torch, dtype)
+
+    def layout():
+        return make_kv_layout(text, "r", dtype=wide, kv_dtype="vision=kivi4", block_size=32)
+
+    if planned is None:
+        with pytest.raises(ModelConfigError, match="not built beside float16"):
+            layout()
+        return
+    narrow, other = planned
+    assert (narrow * 32, other) == (layout().block_bytes, layout().token_bytes)
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
 def test_kv_and_embeddings_have_the_workers_bytes_per_token(both: Both, kv_dtype: str):
     text = both.module.config.get_text_config()

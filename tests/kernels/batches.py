@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from vlm_kernels import paged_attention, plan_attention
-from vlm_kernels.kv_rows import MIXED, quantise, slot_elements, split_pieces
+from vlm_kernels.int4_groups import GROUP
+from vlm_kernels.kv_rows import GROUPED, TWO_KINDS, quantise, slot_elements, split_pieces
 from vlm_kernels.mixed_blocks import num_parts
 from vlm_kernels.paged_attention import paged_attention_reference
 from vlm_kernels.store_kv import store_kv_reference
@@ -94,8 +95,10 @@ def make_batch(
     """`lens` are (context, queries) of each sequence; the blocks are scattered in the cache.
 
     `dtype` is the queries', and the cache's where `kv_dtype` is None. Of a cache of two kinds, the
-    kind of each block is random.
+    kind of each block is random; with 4 bits, its type has one block size.
     """
+    if kv_dtype in GROUPED:
+        block_size = GROUP // (2 * kv_dtype.itemsize)
     rng = torch.Generator().manual_seed(seed)
     totals = [context + queries for context, queries in lens]
     need = [-(-total // block_size) for total in totals]
@@ -103,7 +106,7 @@ def make_batch(
     shape = (sum(need) + 4, NUM_LAYERS, 2, num_kv_heads, block_size)
     kv_dtype = kv_dtype or dtype
     kv_cache = poisoned_cache(shape, head_dim, kv_dtype)
-    if kv_dtype in MIXED:
+    if kv_dtype in TWO_KINDS:
         block_table = _fill_mixed(kv_cache, totals, order, block_size, head_dim, rng)
         return _batch(lens, kv_cache, block_table, num_kv_heads * num_groups, head_dim, dtype, rng,
                       spans, window)  # fmt: skip
@@ -141,11 +144,12 @@ def _fill_mixed(
                 entries.append(first)
         need = -(-total // block_size)
         table[s, :need] = entries[:need]
-        slots = np.arange(total)
-        slots = table[s, slots // block_size] * block_size + slots % block_size
+        is_grouped = kv_cache.dtype in GROUPED  # a group is written whole
+        slots = np.arange(len(entries) * block_size if is_grouped else total)
+        slots = np.array(entries)[slots // block_size] * block_size + slots % block_size
         num_heads = kv_cache.shape[3]
         for layer in range(NUM_LAYERS):
-            k, v = torch.randn(2, total, num_heads, head_dim, generator=rng)
+            k, v = torch.randn(2, len(slots), num_heads, head_dim, generator=rng)
             store_kv_reference(k, v, kv_cache, layer, torch.from_numpy(slots.astype(np.int64)))
     return table
 
@@ -177,5 +181,7 @@ def poisoned_cache(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype) ->
 
 
 def poison(dtype: torch.dtype) -> float:
-    """The value that reads as NaN in each type; four bytes of -1 are a scale of NaN."""
+    """The value that reads as NaN in each type: its bits are ones, which are a scale of NaN."""
+    if dtype in GROUPED:
+        return torch.iinfo(dtype).max
     return float("nan") if dtype.is_floating_point else -1

@@ -79,7 +79,8 @@ class ChecksumRunner:
     """Runs batches on a KV cache of numbers: one int64 per slot, block-major, in real memory.
 
     With `narrow`, blocks have two kinds, and a narrow block's numbers are stored in another form: a
-    block that is read as the other kind changes the answer, and a mixed cache changes none.
+    block that is read as the other kind changes the answer, and a mixed cache changes none. In 4
+    bits, a step that writes a part of such a block fails.
 
     Attributes:
         faults: the injected faults.
@@ -109,7 +110,9 @@ class ChecksumRunner:
         self.script: Sequence[int] = ()
         self.windows: WindowCache | None = None
         self._never = threading.Event()
-        self._layout = KVLayout("checksum", 1, 1, 1, block_size, "float32", narrow=narrow)
+        # in both, a narrow block has four parts
+        dtype = "bfloat16" if narrow is not None and narrow.is_grouped else "float32"
+        self._layout = KVLayout("checksum", 1, 1, 1, block_size, dtype, narrow=narrow)
         self._has_kv = has_kv
         self._kv = np.full((num_blocks, self._layout.block_bytes // 8), UNWRITTEN, np.int64)
 
@@ -143,6 +146,7 @@ class ChecksumRunner:
             values = rows.embedding[rows.src_start : rows.src_start + rows.num_rows]
             contents[rows.dst_start : rows.dst_start + rows.num_rows] = values
         places, form = self._places(inputs.slot_mapping)
+        _check_whole_blocks(inputs.slot_mapping[form != 0], self._layout)
         self._kv.reshape(-1)[places] = slot_values(contents, inputs.positions) ^ form
         ends = inputs.query_start[1:] - 1
         sampled = np.searchsorted(ends, inputs.sample_rows)
@@ -322,6 +326,17 @@ def _output(tokens: list[int], num_logprobs: np.ndarray | None) -> StepOutput:
         top[..., 0].astype(np.int64),
         top[..., 1].astype(np.float32),
     )
+
+
+def _check_whole_blocks(narrow_slots: np.ndarray, layout: KVLayout) -> None:
+    """Raise if a step writes a part of a block in 4 bits."""
+    if layout.narrow is None or not layout.narrow.is_grouped:
+        return
+    size = layout.num_parts * layout.block_size
+    groups = narrow_slots[: len(narrow_slots) // size * size].reshape(-1, size)
+    assert groups.size == narrow_slots.size, "a part of a block is written"
+    assert (groups % size == np.arange(size)).all(), "a block is written in parts"
+    assert (groups // size == groups[:, :1] // size).all(), "a block is written in parts"
 
 
 def _check_whole_images(inputs: StepInputs) -> None:

@@ -202,10 +202,19 @@ class Request:
 
 
 class Narrow(enum.StrEnum):
-    """The modality whose KV is stored in int8, beside the other in the wide type."""
+    """What is stored in few bits, beside the other modality in the wide type.
+
+    `VISION` and `TEXT` are the modality in int8, and `VISION_KIVI4` is vision in 4 bits.
+    """
 
     VISION = "vision"
     TEXT = "text"
+    VISION_KIVI4 = "vision-kivi4"
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a narrow block is written when all its tokens are computed."""
+        return self is Narrow.VISION_KIVI4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,8 +226,8 @@ class KVLayout:
     `[block_size, head_dim]`; for int8 and float8, one float32 scale per slot follows). It never
     names a device, because prefill and decode may run on different kinds.
 
-    With `narrow`, tokens of this modality are stored in int8, in blocks with the same bytes as the
-    wide ones of `block_size` tokens (`core.block_kinds`, `vlm_kernels.mixed_blocks`).
+    With `narrow`, tokens of this modality are stored in int8 or 4 bits, in blocks with the same
+    bytes as the wide ones of `block_size` tokens (`core.block_kinds`, `vlm_kernels.mixed_blocks`).
     """
 
     model_revision: str
@@ -233,7 +242,9 @@ class KVLayout:
     @property
     def num_parts(self) -> int:
         """The tokens of a narrow block, divided by those of a wide one."""
-        return ITEMSIZE[self.dtype] if self.narrow else 1
+        if not self.narrow:
+            return 1
+        return ITEMSIZE[self.dtype] * (2 if self.narrow.is_grouped else 1)
 
     @property
     def row_bytes(self) -> int:
@@ -241,6 +252,10 @@ class KVLayout:
 
         With `narrow`, those of a wide block's token: all blocks have the same bytes.
         """
+        if self.narrow and self.narrow.is_grouped:
+            # of 32 tokens in 4 bits, with two numbers of 16 bits for each 32 values
+            num_ranges = -(-self.head_dim // KIVI_GROUP)
+            return (self.head_dim + 8 * num_ranges) * ITEMSIZE[self.dtype]
         if self.narrow:
             return (self.head_dim + SCALE_BYTES["int8"]) * self.num_parts
         return self.head_dim * ITEMSIZE[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
@@ -287,6 +302,9 @@ class EmbedLayout:
 PLACE_BYTES = 4
 """Row and column of a kept visual token, in cells: two int16, little-endian."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+KIVI_GROUP = 32
+"""Tokens of a block in 4 bits (KIVI, arXiv 2402.02750)."""
+
 SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # after the elements of a row of KV
 
 

@@ -64,8 +64,12 @@ class TileRows {
     switch (step.kv_type) {
       case KV_FLOAT: find<float>(step, at, segment, head, tile); break;
       case KV_BFLOAT16: find<Bfloat16>(step, at, segment, head, tile); break;
-      case KV_MIXED_FLOAT: find_mixed<float>(step, at, segment, head, tile); break;
-      case KV_MIXED_BFLOAT16: find_mixed<Bfloat16>(step, at, segment, head, tile); break;
+      case KV_MIXED_FLOAT: find_mixed<float, Int8Rows>(step, at, segment, head, tile); break;
+      case KV_MIXED_BFLOAT16: find_mixed<Bfloat16, Int8Rows>(step, at, segment, head, tile); break;
+      case KV_GROUPED_FLOAT: find_mixed<float, Int4Groups>(step, at, segment, head, tile); break;
+      case KV_GROUPED_BFLOAT16:
+        find_mixed<Bfloat16, Int4Groups>(step, at, segment, head, tile);
+        break;
       default: find<int8_t>(step, at, segment, head, tile);
     }
   }
@@ -100,11 +104,11 @@ class TileRows {
   }
 
   // Of blocks of two kinds, all rows are copied: read as Wide, then rounded.
-  template <class Wide>
+  template <class Wide, template <class> class Narrow>
   void find_mixed(const Segments& step, const Tensors& at, int64_t segment, int64_t head,
                   int64_t tile) {
     const int64_t dim = step.head_dim, heads = step.num_kv_heads;
-    const int64_t size = MixedEntry<Wide>::piece_bytes(step.block_size, dim);
+    const int64_t size = Narrow<Wide>::piece_bytes(step.block_size, dim);
     const int32_t* table = step.block_table + segment * step.table_width;
     static thread_local std::vector<Half> rounded;
     static thread_local std::vector<Wide> read;
@@ -112,12 +116,12 @@ class TileRows {
     Half* room = rounded.data();
     for (int64_t j = 0; j < count; j++) {
       const int64_t position = tile * KEYS + j;
-      const MixedEntry<Wide> entry(table[position / step.block_size]);
+      const MixedEntry<Wide, Narrow<Wide>> entry(table[position / step.block_size]);
       const char* key = static_cast<const char*>(at.k) +
                         ((entry.block * step.num_layers + at.layer) * 2 * heads + head) * size;
       for (int kv = 0; kv < 2; kv++, room += dim) {
-        entry.read_rows(key + kv * heads * size, position % step.block_size, 1, step.block_size,
-                        dim, read.data());
+        entry.read_rows(key + kv * heads * size, kv == 0, position % step.block_size, 1,
+                        step.block_size, dim, read.data());
         for (int64_t d = 0; d < dim; d++) {
           Bfloat16 value;
           from_float(to_float(read[d]), &value);

@@ -190,14 +190,18 @@ class Layers {
                            in_.has_bf16_tables != 0};
     const StoreJob store{{k, stride, dim}, {v, stride, dim}, true, in_.cache, in_.cache_type,
                          in_.slots, in_.num_layers, kv_heads, dim, in_.block_size, layer};
+    // the first row of a group reads the others, which another thread may rotate
+    const bool store_later = in_.cache != nullptr && is_grouped(in_.cache_type);
     for_tokens(stride, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; w.q_norm.weight != nullptr && t < end; ++t) {
         normalise(w.q_norm, q + t * stride, dim, q + t * stride, dim, 0, heads);
         normalise(w.k_norm, k + t * stride, dim, k + t * stride, dim, 0, kv_heads);
       }
       if (kind.cos != nullptr) rope_tokens(rotation, begin, end);
-      if (in_.cache != nullptr) store_tokens(store, begin, end);
+      if (in_.cache != nullptr && !store_later) store_tokens(store, begin, end);
     });
+    if (!store_later) return;
+    for_tokens(stride, [&](int64_t begin, int64_t end) { store_tokens(store, begin, end); });
   }
 
   void attend(const Weights& w, int64_t layer) {

@@ -161,9 +161,16 @@ void run_for(const Step& step, const Layer& layer, DecodeWork& work, Threads& th
     case KV_FLOAT: return run<Q, FloatProducts<float>>(step, layer, work, threads);
     case KV_BFLOAT16: return run<Q, OfBfloat16>(step, layer, work, threads);
     case KV_MIXED_FLOAT:
-      return run<Q, FloatProducts<float>, MixedRows<float>>(step, layer, work, threads);
+      return run<Q, FloatProducts<float>, MixedRows<float, Int8Rows<float>>>(step, layer, work,
+                                                                             threads);
     case KV_MIXED_BFLOAT16:
-      return run<Q, OfBfloat16, MixedRows<Bfloat16>>(step, layer, work, threads);
+      return run<Q, OfBfloat16, MixedRows<Bfloat16, Int8Rows<Bfloat16>>>(step, layer, work, threads);
+    case KV_GROUPED_FLOAT:
+      return run<Q, FloatProducts<float>, MixedRows<float, Int4Groups<float>>>(step, layer, work,
+                                                                               threads);
+    case KV_GROUPED_BFLOAT16:
+      return run<Q, OfBfloat16, MixedRows<Bfloat16, Int4Groups<Bfloat16>>>(step, layer, work,
+                                                                           threads);
     default: return run<Q, OfInt8>(step, layer, work, threads);
   }
 }

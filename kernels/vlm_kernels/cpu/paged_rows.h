@@ -91,16 +91,16 @@ class Rows {
   const KV* base_;
 };
 
-// The same over blocks of two kinds. Rows are copied to memory of this thread, those of int8 as
-// values: one type of product then serves a tile of both.
-template <class Wide>
+// The same over blocks of two kinds. Rows are copied to memory of this thread, narrow ones as values:
+// one type of product then serves a tile of both.
+template <class Wide, class Narrow>
 class MixedRows {
  public:
   MixedRows(const Step& step, int64_t row, int64_t head, int64_t layer)
       : table_(step.block_table + row * step.table_width),
         block_size_(step.block_size),
         head_dim_(step.head_dim),
-        piece_(MixedEntry<Wide>::piece_bytes(block_size_, head_dim_)),
+        piece_(Narrow::piece_bytes(block_size_, head_dim_)),
         block_(step.num_layers * 2 * step.num_kv_heads * piece_),
         behind_(step.num_kv_heads * piece_),
         base_(static_cast<const char*>(step.cache) +
@@ -118,11 +118,11 @@ class MixedRows {
     int64_t at = begin / block_size_, offset = begin % block_size_;
     int i = 0;
     for (int64_t left = end - begin; left > 0; at++, offset = 0) {
-      const MixedEntry<Wide> entry(table_[at]);
+      const MixedEntry<Wide, Narrow> entry(table_[at]);
       const char* piece = base_ + entry.block * block_;
       const int64_t here = std::min(left, block_size_ - offset);
-      entry.read_rows(piece, offset, here, block_size_, head_dim_, to);
-      entry.read_rows(piece + behind_, offset, here, block_size_, head_dim_, to + behind());
+      entry.read_rows(piece, true, offset, here, block_size_, head_dim_, to);
+      entry.read_rows(piece + behind_, false, offset, here, block_size_, head_dim_, to + behind());
       for (int64_t j = 0; j < here; j++, to += head_dim_) tile->keys[i++] = to;
       left -= here;
     }

@@ -63,15 +63,17 @@ void tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
   }
 }
 
-// Into blocks of two kinds: each row as its block's kind says.
-template <class From, class Wide>
+// Into blocks of two kinds: each row as its block's kind says. The first row of a group writes all
+// of it: the caller checks that its rows follow each other.
+template <class From, class Wide, class Narrow>
 void mixed_tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
-  const int64_t size = MixedEntry<Wide>::piece_bytes(t.block_size, t.head_dim);
+  const int64_t size = Narrow::piece_bytes(t.block_size, t.head_dim);
   StoreJob narrow = t;
-  narrow.block_size *= MixedEntry<Wide>::R;
+  narrow.block_size *= Narrow::R;
   for (int64_t token = begin; token < end; token++) {
-    const MixedEntry<Wide> entry(t.slots[token] / t.block_size);
+    const MixedEntry<Wide, Narrow> entry(t.slots[token] / t.block_size);
     const int64_t offset = t.slots[token] % t.block_size;
+    if (Narrow::GROUPED && entry.is_narrow && (entry.part > 0 || offset > 0)) continue;
     char* of_layer = static_cast<char*>(t.cache) +
                      (entry.block * t.num_layers + t.layer) * 2 * t.num_kv_heads * size;
     for (int kv = 0; kv < 2; kv++) {
@@ -80,7 +82,10 @@ void mixed_tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
       for (int64_t h = 0; h < t.num_kv_heads; h++) {
         char* piece = of_layer + (kv * t.num_kv_heads + h) * size;
         const From* row = from + h * rows.head_stride;
-        if (entry.is_narrow) {
+        if (Narrow::GROUPED && entry.is_narrow) {
+          kv == 0 ? write_int4_keys(row, rows.token_stride, piece, t.head_dim)
+                  : write_int4_values(row, rows.token_stride, piece, t.head_dim);
+        } else if (entry.is_narrow) {
           write_row(row, reinterpret_cast<int8_t*>(piece), entry.part * t.block_size + offset,
                     narrow);
         } else {
@@ -96,8 +101,12 @@ void tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
   switch (t.cache_type) {
     case KV_FLOAT: return tokens_of<From, float>(t, begin, end);
     case KV_BFLOAT16: return tokens_of<From, Bfloat16>(t, begin, end);
-    case KV_MIXED_FLOAT: return mixed_tokens_of<From, float>(t, begin, end);
-    case KV_MIXED_BFLOAT16: return mixed_tokens_of<From, Bfloat16>(t, begin, end);
+    case KV_MIXED_FLOAT: return mixed_tokens_of<From, float, Int8Rows<float>>(t, begin, end);
+    case KV_MIXED_BFLOAT16:
+      return mixed_tokens_of<From, Bfloat16, Int8Rows<Bfloat16>>(t, begin, end);
+    case KV_GROUPED_FLOAT: return mixed_tokens_of<From, float, Int4Groups<float>>(t, begin, end);
+    case KV_GROUPED_BFLOAT16:
+      return mixed_tokens_of<From, Bfloat16, Int4Groups<Bfloat16>>(t, begin, end);
     default: return tokens_of<From, int8_t>(t, begin, end);
   }
 }

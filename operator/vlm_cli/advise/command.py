@@ -25,7 +25,7 @@ from vlm_operator.scrape import parse_stats
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MIN_ROUNDS = 2
-_QUANTISED_KV = ("Int8", "FP8", "VisionInt8", "TextInt8")
+_QUANTISED_KV = ("Int8", "FP8", "VisionInt8", "TextInt8", "VisionKivi4")
 
 
 async def advise(

@@ -61,6 +61,19 @@ def mixed_kv_token_bytes(facts: ModelFacts) -> tuple[int, int] | None:
     return narrow, narrow * facts.item_bytes
 
 
+def kivi4_token_bytes(facts: ModelFacts) -> tuple[int, int] | None:
+    """Return the KV bytes of a visual token in 4 bits and of a text token beside it.
+
+    A block has 32 visual tokens, with a scale and a minimum of 16 bits for each 32 numbers, or the
+    text tokens that fit. None if the worker has no such cache.
+    """
+    if facts.dtype not in ("bfloat16", "float32") or facts.head_dim % 2:
+        return None
+    heads = 2 * facts.num_layers * facts.num_kv_heads
+    narrow = heads * (facts.head_dim // 2 + 4 * -(-facts.head_dim // 32))
+    return narrow, narrow * 2 * facts.item_bytes
+
+
 def kv_read_bytes(facts: ModelFacts, kv_dtype: str, num_tokens: float) -> float:
     """Return the KV bytes that one step reads for a sequence of `num_tokens` tokens."""
     num_full = facts.num_layers - facts.num_sliding_layers

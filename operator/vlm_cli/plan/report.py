@@ -139,7 +139,7 @@ def _kv_formula(facts: ModelFacts, kv_dtype: str) -> str:
 
 
 def _kv_types(facts: ModelFacts) -> Section:
-    formula = "2 · layers · KV heads · (head size · bytes + 4 B scale of int8)"
+    formula = "2 · layers · KV heads · (head size · bytes + 4 B scale; kivi4: per 32)"
     found: list[tuple[str, int, int]] = []
     for kv_dtype in (facts.dtype, "int8"):
         token_bytes = capacity.kv_token_bytes(facts, kv_dtype)
@@ -148,6 +148,9 @@ def _kv_types(facts: ModelFacts) -> Section:
     if mixed is not None:
         narrow, wide = mixed
         found += [("vision=int8", narrow, wide), ("text=int8", wide, narrow)]
+    kivi4 = capacity.kivi4_token_bytes(facts)
+    if kivi4 is not None:
+        found.append(("vision=kivi4", *kivi4))
     rows: list[dict[str, Figure | str]] = [
         {
             "KV dtype": kv_dtype,

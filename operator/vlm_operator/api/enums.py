@@ -15,7 +15,7 @@ class DType(enum.StrEnum):
 
 
 class KvDType(enum.StrEnum):
-    """Number type of the KV cache; `VISION_INT8` and `TEXT_INT8` are of one modality."""
+    """Number type of the KV cache; the last three are of one modality."""
 
     AUTO = "Auto"
     BFLOAT16 = "BFloat16"
@@ -24,12 +24,16 @@ class KvDType(enum.StrEnum):
     FP8 = "FP8"
     VISION_INT8 = "VisionInt8"
     TEXT_INT8 = "TextInt8"
+    VISION_KIVI4 = "VisionKivi4"
 
     @property
     def flag(self) -> str:
         """The value of the worker's `--kv-dtype`."""
-        part, has_part, _ = self.value.partition("Int8")
-        return f"{part.lower()}=int8" if part and has_part else self.value.lower()
+        for narrow in ("Int8", "Kivi4"):
+            part, has_part, _ = self.value.partition(narrow)
+            if part and has_part:
+                return f"{part.lower()}={narrow.lower()}"
+        return self.value.lower()
 
 
 class WeightType(enum.StrEnum):

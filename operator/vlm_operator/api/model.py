@@ -227,7 +227,7 @@ class ModelSource(Model):
         KvDType.AUTO,
         "Number type of the KV cache; Auto is that of the activations. Int8 and FP8 keep a scale "
         "per token and head; FP8 needs GPUs of compute capability 8.9 or later. VisionInt8 and "
-        "TextInt8 store one modality in Int8, on CPUs.",
+        "TextInt8 store one modality in Int8, VisionKivi4 stores images in 4 bits, on CPUs.",
         example="BFloat16",
         restarts=Restarts.PODS,
     )
@@ -242,7 +242,8 @@ class ModelSource(Model):
         None,
         "Tokens in one KV block, one value for the whole service.",
         example=16,
-        unset="64 where no prefill or decode variant asks for an accelerator, else 16",
+        unset="64 where no prefill or decode variant asks for an accelerator, else 16; "
+        "32 with VisionKivi4",
         restarts=Restarts.PODS,
     )
     start_timeout_seconds: int | None = field(

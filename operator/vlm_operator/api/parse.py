@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from vlm_operator import names
 from vlm_operator.api import quantity
 from vlm_operator.api.base import Model
-from vlm_operator.api.enums import ScalingMode
+from vlm_operator.api.enums import KvDType, ScalingMode
 from vlm_operator.api.model import ModelSource
 from vlm_operator.api.placement import Placement, Variant
 from vlm_operator.api.pod_template import check_pod_template
@@ -29,6 +29,7 @@ DEFAULT_VARIANT = Variant(name="default", placement=Placement())
 _COMMIT = re.compile("[0-9a-f]{40}")
 _BLOCK_SIZE_CPU = 64
 _BLOCK_SIZE_ACCELERATOR = 16
+_BLOCK_SIZE_KIVI4 = 32
 
 
 class VLMService(Model):
@@ -65,6 +66,7 @@ def parse(body: Mapping[str, Any]) -> VLMService:
     gateway = spec.gateway.pod_template
     check_pod_template(gateway, Role.GATEWAY, path="spec.gateway.podTemplate")
     _check_cache(spec.model)
+    _check_block_size(spec.model)
     return VLMService(
         name=meta["name"],
         namespace=meta["namespace"],
@@ -142,8 +144,10 @@ def _block_size(spec: VLMServiceSpec) -> int:
     """Return the tokens per KV block: one value for all pools.
 
     CPU kernels prefer long blocks, GPU kernels short ones. If any prefill or decode
-    variant requests an extended resource, the GPU's value applies.
+    variant requests an extended resource, the GPU's value applies. VisionKivi4 has one size.
     """
+    if spec.model.kv_cache_dtype is KvDType.VISION_KIVI4:
+        return _BLOCK_SIZE_KIVI4
     pools: tuple[Pool | None, ...] = (spec.pools.prefill, spec.pools.decode)
     variants = [variant for pool in pools if pool is not None for variant in pool.variants]
     on_accelerator = any(
@@ -152,6 +156,17 @@ def _block_size(spec: VLMServiceSpec) -> int:
         for resource in (*variant.resources.limits, *variant.resources.requests)
     )
     return _BLOCK_SIZE_ACCELERATOR if on_accelerator else _BLOCK_SIZE_CPU
+
+
+def _check_block_size(model: ModelSource) -> None:
+    """Workers with VisionKivi4 start with one block size only: a block shares scales (0053)."""
+    is_kivi4 = model.kv_cache_dtype is KvDType.VISION_KIVI4
+    if is_kivi4 and model.block_size_tokens not in (None, _BLOCK_SIZE_KIVI4):
+        raise SpecError(
+            "spec.model.blockSizeTokens",
+            f"is {model.block_size_tokens}: with kvCacheDtype VisionKivi4, it must be "
+            f"{_BLOCK_SIZE_KIVI4}; set that, or remove the field",
+        )
 
 
 def _check_cache(model: ModelSource) -> None:

@@ -142,6 +142,20 @@ def test_one_block_size_serves_all_pools(pool: dict[str, Any], size: int) -> Non
     assert resolved.spec.model.block_size_tokens == size
 
 
+def test_visual_kv_in_4_bits_has_one_block_size() -> None:
+    spec: dict[str, Any] = {
+        "model": {"uri": "pvc://shapes", "kvCacheDtype": "VisionKivi4"},
+        "pools": {"encoder": MANUAL, "decode": MANUAL},
+    }
+    for size in (None, 32):
+        spec["model"] |= {} if size is None else {"blockSizeTokens": size}
+        resolved = api.resolve(api.parse(body(spec)), worker_image=IMAGE)
+        assert resolved.spec.model.block_size_tokens == 32
+    spec["model"]["blockSizeTokens"] = 64
+    with pytest.raises(SpecError, match=r"blockSizeTokens.*is 64.*must be 32"):
+        api.parse(body(spec))
+
+
 @pytest.mark.parametrize(
     ("patch", "says"),
     [

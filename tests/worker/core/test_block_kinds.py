@@ -60,10 +60,12 @@ def test_a_narrow_block_holds_its_modality_alone_and_each_token_has_one_block(
         assert len(entries) * kinds.block_size == len(tokens)
         if not is_narrow:
             assert len(tokens) == kinds.block_size
-        elif kinds.narrow is Narrow.VISION:
-            assert visual.issuperset(tokens)
-        else:
+        elif kinds.narrow is Narrow.TEXT:
             assert visual.isdisjoint(tokens)
+        else:
+            assert visual.issuperset(tokens)
+            of_one = any(item.offset <= tokens[0] and tokens[-1] < item.end for item in items)
+            assert of_one or kinds.narrow is Narrow.VISION
 
 
 @given(KINDS, placed_items(), st.integers(0, 300))
@@ -125,9 +127,12 @@ def test_the_layout_that_pods_compare_contains_the_policy() -> None:
     plain = KVLayout("r", 2, 2, 16, 4, "bfloat16")
     kinds = [KVLayout("r", 2, 2, 16, 4, "bfloat16", narrow=narrow) for narrow in (None, *NARROW)]
     assert kinds[0].fingerprint == plain.fingerprint
-    assert len({layout.fingerprint for layout in kinds}) == 3
+    assert len({layout.fingerprint for layout in kinds}) == 4
     assert kinds[1].block_bytes == 2 * 2 * 2 * 4 * (16 + 4) * 2
     assert BlockKinds.of_layout(kinds[1]).num_parts == 2
+    whole = KVLayout("r", 2, 2, 64, 8, "bfloat16", narrow=Narrow.VISION_KIVI4)
+    assert whole.block_bytes == 2 * 2 * 2 * 32 * (64 // 2 + 2 * 4), "32 tokens in 4 bits"
+    assert BlockKinds.of_layout(whole).num_parts == 4
 
 
 def test_a_layout_of_one_kind_has_the_fingerprint_of_other_versions() -> None:
@@ -148,6 +153,7 @@ def test_answers_do_not_depend_on_kinds_and_every_block_is_returned(
 ) -> None:
     """With chunks, hits, preemptions and answers that grow, over blocks of both kinds."""
     kinds = BlockKinds(BLOCK_SIZE, narrow, 4)
+    budget += (kinds.min_chunk > 1) * (kinds.min_chunk + rows)
     run = Simulation(num_blocks=17 + spare, max_num_seqs=rows, budget=budget, kinds=kinds)
     run.run(todo)
     assert run.answers == expected(todo)
@@ -156,7 +162,8 @@ def test_answers_do_not_depend_on_kinds_and_every_block_is_returned(
 @pytest.mark.parametrize("narrow", NARROW)
 def test_both_kinds_are_used_and_a_seen_image_is_hit(narrow: Narrow) -> None:
     kinds = BlockKinds(BLOCK_SIZE, narrow, 4)
-    run = Simulation(num_blocks=40, max_num_seqs=2, budget=13, kinds=kinds)
+    budget = 12 + kinds.min_chunk + narrow.is_grouped
+    run = Simulation(num_blocks=40, max_num_seqs=2, budget=budget, kinds=kinds)
     image = make_image(1, num_tokens=30)
     todo = []
     for number in range(2):
@@ -173,6 +180,48 @@ def test_both_kinds_are_used_and_a_seen_image_is_hit(narrow: Narrow) -> None:
     assert run.answers == expected(todo)
     prompt = len(todo[0].request.token_ids)
     assert run.cached == {"0": 0, "1": shape.num_tokens(shape.num_full(prompt - 1))}
+
+
+@given(
+    starts=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 9), st.integers(0, 9)),
+        min_size=1,
+        max_size=6,
+    ),
+    spare=st.integers(0, 30),
+    rows=st.integers(1, 3),
+    budget=st.integers(0, 20),
+    cap=st.none() | st.integers(1, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_blocks_in_4_bits_are_whole_in_any_step(
+    starts: list[tuple[int, int, int, int]], spare: int, rows: int, budget: int, cap: int | None
+) -> None:
+    """The runner refuses a part of a block: with chunks, hits and preemptions."""
+    kinds = BlockKinds(BLOCK_SIZE, Narrow.VISION_KIVI4, 4)
+    todo = []
+    for number, (before, size, behind, at) in enumerate(starts):
+        image = make_image(size % 3, num_tokens=size)
+        ids = (*[40] * before, *[IMAGE_TOKEN] * size, *range(60, 61 + behind))
+        item = ImageItem(image.image_key, before, size, image.grid_thw)
+        request = Request(RequestKey(str(number), 0), ids, len(ids), SamplingParams(9), (item,))
+        todo.append(Work(request, (image,), at))
+    run = Simulation(
+        num_blocks=17 + spare,
+        max_num_seqs=rows,
+        budget=kinds.min_chunk + rows + budget,
+        long_prefill_tokens=cap,
+        kinds=kinds,
+    )
+    run.run(todo)
+    assert run.answers == expected(todo)
+
+
+def test_a_step_that_no_block_in_4_bits_fits_is_refused() -> None:
+    kinds = BlockKinds(8, Narrow.VISION_KIVI4, 4)
+    kinds.check_chunks(32)
+    with pytest.raises(ValueError, match=r"computed whole.* is 31"):
+        kinds.check_chunks(31)
 
 
 def _entries(shape: BlockShape, index: int, *, block: int) -> list[list[int]]:

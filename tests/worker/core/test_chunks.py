@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.chunks import TokenBudget, chunk_of
 from vlm_worker.core.sequence import Sequence
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
+from vlm_worker.types import ImageItem, Narrow, Request, RequestKey, SamplingParams
 
 Prompt = tuple[int, tuple[ImageItem, ...], list[object | None]]
 
@@ -108,3 +109,45 @@ def test_shares_fit_into_the_budget_and_leave_no_usable_rest(
     for sequence, _ in token_budget.blocked_on_embedding:
         assert sequence.is_blocked
         assert sequence not in early
+
+
+# ---- blocks in 4 bits --------------------------------------------------------------------------
+
+
+@given(prompts(), st.integers(1, 5), st.integers(1, 40))
+def test_no_chunk_ends_inside_a_block_in_4_bits_and_all_are_computed(
+    prompt: Prompt, block_size: int, spare: int
+) -> None:
+    length, items, _ = prompt
+    kinds = BlockKinds(block_size, Narrow.VISION_KIVI4, 2)
+    sequence = sequence_of((length, items, ["rows"] * len(items)))
+    shape, at = kinds.of(sequence), 0
+    inside = {
+        token
+        for index, is_narrow in enumerate(shape.is_narrow)
+        if is_narrow
+        for token in range(shape.num_tokens(index) + 1, shape.num_tokens(index + 1))
+    }
+    for _ in range(length):
+        budget = kinds.min_chunk + spare
+        size, is_missing = chunk_of(sequence, at, budget=budget, whole_images=False, kinds=kinds)
+        assert not is_missing
+        assert 0 < size <= budget
+        at += size
+        assert at not in inside
+        if at == length:
+            break
+    assert at == length
+
+
+def test_a_chunk_ends_before_a_block_in_4_bits_that_does_not_fit() -> None:
+    kinds = BlockKinds(4, Narrow.VISION_KIVI4, 2)
+    sequence = sequence_of((30, (ImageItem(b"", 3, 20, (1, 1, 1)),), ["rows"]))
+    # a wide block, narrow ones of the tokens 4 to 12 and 12 to 20, and wide ones
+    for budget, size in ((3, 3), (5, 4), (11, 4), (12, 12), (19, 12), (20, 20), (22, 22)):
+        assert chunk_of(sequence, 0, budget=budget, whole_images=False, kinds=kinds) == (
+            size,
+            False,
+        )
+    budget = TokenBudget(9, cap=2, whole_images=False, kinds=kinds)
+    assert budget.next_chunk(sequence, 4) == 8, "the cap stops a prompt for ever"

@@ -11,6 +11,7 @@ from worker.answers import image_item, make_image
 from worker.engine.by_hand import ByHand
 from worker.engine.talk import text
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.engine import prefetches
 from vlm_worker.engine.prefetches import whole_blocks
 from vlm_worker.errors import ContextTooLongError, DrainingError
@@ -278,7 +279,7 @@ def test_a_prompt_beyond_the_context_is_refused_by_name() -> None:
 @given(before=st.integers(0, 20), after=st.integers(0, 20))
 def test_whole_blocks_contain_each_image_whole_or_not_at_all(before: int, after: int) -> None:
     request = with_image(before=before, after=after)
-    cut = whole_blocks(request, block_size=BLOCK_SIZE)
+    cut = whole_blocks(request, kinds=BlockKinds(BLOCK_SIZE))
     if cut is None:
         assert len(request.token_ids) < BLOCK_SIZE or before < BLOCK_SIZE
         return

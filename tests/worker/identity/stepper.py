@@ -158,9 +158,13 @@ class Stepper:
         return tuple((item.offset, item.end) for item in items)
 
     def _count(self, sequence: StepSequence, chunk: int) -> int:
-        """The next chunk, as long as it must be to leave such an image whole."""
+        """The next chunk, as long as it must be to leave such an image, or block, whole."""
         end = min(sequence.num_computed + chunk, len(sequence.token_ids))
         for first, last in self._spans(sequence):
             if first < end < last:
                 end = last
+        if self._kinds.min_chunk > 1:
+            shape = self._kinds.of_items(sequence.items)
+            whole = shape.whole_end(end)
+            end = whole if whole > sequence.num_computed else whole + self._kinds.min_chunk
         return end - sequence.num_computed

@@ -78,7 +78,7 @@ def _logits(model_dir: Path, asked: list[Question], **options: Any) -> np.ndarra
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "vision=int8", "text=int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "vision=int8", "text=int8", "vision=kivi4"])
 def test_the_native_decoder_gives_what_transformers_loop_over_the_layers_gives(
     model_dir: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,9 +86,9 @@ def test_the_native_decoder_gives_what_transformers_loop_over_the_layers_gives(
         pytest.skip("this CPU has no AVX512-BF16")
     family = load_family(model_dir)
     asked = random_questions(model_dir, family, count=2, seed=0)
-    native = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype)
+    native = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype, block_size=32)
     loops: list[None] = []
     monkeypatch.setattr("vlm_worker.model.layers._native_layers", lambda *_: loops.append(None))
-    by_layer = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype)
+    by_layer = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype, block_size=32)
     assert len(loops) == 1, "the loop took effect"
     assert np.array_equal(native, by_layer)

@@ -239,6 +239,11 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
             "--block-size=6: with --kv-dtype=text=int8 and float32, it must be a multiple of 4",
             id="narrow block size",
         ),
+        pytest.param(
+            {"kv_dtype": "vision=kivi4", "dtype": "float32", "block_size": 64},
+            "--block-size=64: with --kv-dtype=vision=kivi4, it must be 32",
+            id="block in 4 bits",
+        ),
         pytest.param({"block_size": 0}, "--block-size=0: must be at least 1", id="block size"),
     ],
 )
@@ -255,7 +260,15 @@ def test_wide_rows_without_a_kernel_are_refused() -> None:
         make_kv_layout(text, "r", dtype=torch.float16, kv_dtype="vision=int8", block_size=4)
 
 
-@pytest.mark.parametrize("kv_dtype", ["vision=int8", "text=int8"])
+def test_heads_of_odd_size_are_refused_in_4_bits() -> None:
+    text = SimpleNamespace(
+        num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=1, hidden_size=9
+    )
+    with pytest.raises(ModelConfigError, match="heads of 9 are odd"):
+        make_kv_layout(text, "r", dtype=torch.float32, kv_dtype="vision=kivi4", block_size=32)
+
+
+@pytest.mark.parametrize("kv_dtype", ["vision=int8", "text=int8", "vision=kivi4"])
 def test_a_gpu_refuses_blocks_of_two_kinds(kv_dtype: str) -> None:
     check_kv_device(kv_dtype, torch.device("cpu"))
     with pytest.raises(ModelConfigError, match="do not read blocks of two kinds; choose int8"):

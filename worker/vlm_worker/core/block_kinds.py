@@ -1,19 +1,21 @@
-"""Which tokens each KV block of a sequence holds, if a modality is stored in int8. Pure.
+"""Which tokens each KV block of a sequence holds, if a modality is stored in few bits. Pure.
 
-All blocks have the same number of bytes. A narrow block stores one modality in int8 and holds
-R * P tokens; a wide one holds P tokens of any kind (`vlm_kernels.mixed_blocks`):
+All blocks have the same number of bytes. A narrow block stores one modality in int8 or 4 bits, and
+holds R * P tokens; a wide one holds P tokens of any kind (`vlm_kernels.mixed_blocks`):
 
     tokens   t t t t t [image: 20 tokens ......................] t t t t t t
     P = 4    |wide   |wide   |narrow, R = 2  |narrow        |wide   |wide   |
 
-A block is narrow if the next R * P tokens are all of the narrow modality, else wide. All tokens
-behind the last image are text. So the blocks follow from the images of a request alone, before
-anything is computed, and equally on every worker:
+A block is narrow if the next R * P tokens are all of the narrow modality, else wide. In 4 bits,
+they are of one image, too: a step writes such a block whole, and needs one embedding for it. All
+tokens behind the last image are text. So the blocks follow from the images of a request alone,
+before anything is computed, and equally on every worker:
 
     M1  without a narrow modality, block i holds the tokens [i * P, (i + 1) * P)
     M2  the blocks of a sequence do not depend on its length, its chunks, or what is cached
     M3  a narrow block holds tokens of the narrow modality alone
     M4  a block's hash covers its number of tokens: blocks of different kinds never have one hash
+    M5  in 4 bits, a chunk never ends inside a narrow block (`chunks`)
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class BlockKinds:
 
     Attributes:
         block_size: P, the tokens of a wide block.
-        narrow: the modality that is stored in int8, or None.
+        narrow: what is stored in few bits, or None.
         num_parts: R; 1 if nothing is narrow.
     """
 
@@ -54,6 +56,20 @@ class BlockKinds:
     def entries_per_block(self) -> int:
         """The block-table entries that belong to one block of the pool."""
         return 1 if self.narrow is None else 2 * self.num_parts
+
+    @property
+    def min_chunk(self) -> int:
+        """Prompt tokens that must fit into a step, so that every chunk can be computed."""
+        is_grouped = self.narrow is not None and self.narrow.is_grouped
+        return self.num_parts * self.block_size if is_grouped else 1
+
+    def check_chunks(self, max_chunk: int) -> None:
+        """Raise ValueError if not every chunk fits into a step of `max_chunk` prompt tokens."""
+        if max_chunk < self.min_chunk:
+            raise ValueError(
+                f"KV blocks of {self.min_chunk} visual tokens are computed whole, but "
+                f"max_num_batched_tokens less max_num_seqs is {max_chunk}"
+            )
 
     @property
     def of_text(self) -> BlockShape:
@@ -74,17 +90,21 @@ class BlockKinds:
             return plain
         end = items[-1].end
         narrow_tokens = self.num_parts * self.block_size
-        is_visual = np.zeros(end + narrow_tokens, np.bool_)
-        for item in items:
-            is_visual[item.offset : item.end] = True
+        number = np.zeros(end + narrow_tokens, np.int64)  # of a token's image, from 1 on
+        for index, item in enumerate(items, 1):
+            number[item.offset : item.end] = index
+        is_visual = number > 0
         num_visual = np.concatenate([[0], np.cumsum(is_visual)])
-        wanted = narrow_tokens if self.narrow is Narrow.VISION else 0
+        wanted = 0 if self.narrow is Narrow.TEXT else narrow_tokens
         ends: list[int] = []
         kinds: list[bool] = []
         at = 0
         while at < end:
-            is_narrow = bool(num_visual[at + narrow_tokens] - num_visual[at] == wanted)
-            at += narrow_tokens if is_narrow else self.block_size
+            behind = at + narrow_tokens
+            is_narrow = bool(num_visual[behind] - num_visual[at] == wanted)
+            if self.narrow.is_grouped:
+                is_narrow &= bool(number[at] == number[behind - 1])
+            at = behind if is_narrow else at + self.block_size
             ends.append(at)
             kinds.append(is_narrow)
         return BlockShape(self, tuple(ends), tuple(kinds), plain.tail_is_narrow)
@@ -125,6 +145,12 @@ class BlockShape:
         if num_blocks <= head:
             return self.ends[num_blocks - 1] if num_blocks else 0
         return (self.ends[-1] if head else 0) + (num_blocks - head) * self.tail_size
+
+    def whole_end(self, end: int) -> int:
+        """The last token up to `end` where a chunk may end, if narrow blocks are whole (M5)."""
+        index = self.num_full(end)
+        is_inside = index < len(self.is_narrow) and self.is_narrow[index]
+        return self.num_tokens(index) if is_inside else end
 
     def entries(self, blocks: Seq[int]) -> Seq[int] | np.ndarray:
         """The block-table entries of the first blocks of the sequence, P tokens each."""

@@ -143,6 +143,7 @@ class Scheduler:
             self._max_num_batched_tokens - len(decodes),
             cap=self._long_prefill_tokens,
             whole_images=self._whole_images,
+            kinds=self.pool.kinds,
         )
         for prompt in sorted(self.batch.prompts, key=preemption_order):
             start = int(self.batch.num_computed[prompt.row])

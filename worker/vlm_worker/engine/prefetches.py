@@ -25,6 +25,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.encoder_cache import Entry
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
@@ -89,7 +90,7 @@ class Prefetches:
         if self._draining:
             raise DrainingError("this worker is draining")
         pool = self._sequences.pool
-        cut = whole_blocks(request, block_size=pool.block_size)
+        cut = whole_blocks(request, kinds=pool.kinds)
         if cut is None:
             answer(PrefetchResult(PrefetchOutcome.CACHED))
             return
@@ -100,7 +101,7 @@ class Prefetches:
         scheduler, _ = self._scheduler()
         scheduler.look_up(sequence)
         num_hits = len(pool.match(sequence.hashes))
-        num_cached = num_hits * pool.block_size
+        num_cached = pool.kinds.of(sequence).num_tokens(num_hits)
         if num_cached == sequence.num_tokens:
             answer(PrefetchResult(PrefetchOutcome.CACHED, num_cached))
             return
@@ -145,7 +146,10 @@ class Prefetches:
         if self._steps is None:
             settings, pool = self._context.settings, self._sequences.pool
             batch = PersistentBatch(
-                1, max_model_len=settings.max_model_len, block_size=pool.block_size
+                1,
+                max_model_len=settings.max_model_len,
+                block_size=pool.block_size,
+                kinds=pool.kinds,
             )
             scheduler = Scheduler(
                 pool,
@@ -196,7 +200,8 @@ class Prefetches:
         # The blocks are marked while they have an owner: `update` frees those of a complete prompt.
         blocks = running.sequence.blocks
         outcome = scheduler.update(plan, output.token_ids)
-        num_written = running.num_computed // scheduler.pool.block_size
+        shape = scheduler.pool.kinds.of(running.sequence)
+        num_written = shape.num_full(running.num_computed)
         if not outcome.failed:
             scheduler.pool.count_prefetched(blocks[running.hit_blocks : num_written])
         return not outcome.failed
@@ -216,19 +221,21 @@ class Prefetches:
             self._unpin(running, number)
         if running.sequence.status is not Status.FINISHED:
             self._scheduler()[0].remove(running.sequence)
-        num_cached = running.hit_blocks * self._sequences.pool.block_size
+        shape = self._sequences.pool.kinds.of(running.sequence)
+        num_cached = shape.num_tokens(running.hit_blocks)
         running.answer(PrefetchResult(outcome, num_cached, running.num_computed - num_cached))
 
 
-def whole_blocks(request: Request, *, block_size: int) -> Request | None:
+def whole_blocks(request: Request, *, kinds: BlockKinds) -> Request | None:
     """The request cut to the whole blocks that it shares with every continuation; None if none.
 
     The cut is before an image that does not end within these blocks.
     """
-    end = len(request.token_ids) // block_size * block_size
+    shape = kinds.of_items(request.items)
+    end = shape.num_tokens(shape.num_full(len(request.token_ids)))
     for item in request.items:
         if item.offset < end < item.end:
-            end = item.offset // block_size * block_size
+            end = shape.num_tokens(shape.num_full(item.offset))
     if not end:
         return None
     return dataclasses.replace(

@@ -489,6 +489,7 @@ def _make_pool(runner: Runner, settings: EngineSettings) -> BlockPool:
             f"the KV buffer holds {num_tokens} tokens, fewer than max_model_len "
             f"({settings.max_model_len}): give it more memory, or lower max_model_len"
         )
+    pool.kinds.check_chunks(settings.min_prompt_tokens)
     return pool
 
 

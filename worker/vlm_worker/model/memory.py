@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from vlm_kernels import gpu
-from vlm_kernels.kv_rows import MIXED, slot_elements
+from vlm_kernels.kv_rows import GROUPED, MIXED, slot_elements
 from vlm_worker.core.families import Family
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.cgroup import available_memory_bytes
-from vlm_worker.types import ITEMSIZE, KVLayout, Narrow, Stage
+from vlm_worker.types import ITEMSIZE, KIVI_GROUP, KVLayout, Narrow, Stage
 from vlm_worker.wire.buffers import private_memory
 
 logger = logging.getLogger(__name__)
@@ -165,8 +165,12 @@ DTYPES = {
 KV_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 FP8: Final = "fp8"
 """The value of `--kv-dtype` for `float8_e4m3fn`."""
-MIXED_KV: Final = {f"{narrow}=int8": narrow for narrow in Narrow}
-"""Values of `--kv-dtype` for int8 of one modality, beside the other in the type of `auto`."""
+MIXED_KV: Final = {
+    "vision=int8": Narrow.VISION,
+    "text=int8": Narrow.TEXT,
+    "vision=kivi4": Narrow.VISION_KIVI4,
+}
+"""Values of `--kv-dtype` for few bits of one modality, beside the other in the type of `auto`."""
 FP8_CAPABILITY: Final = (8, 9)
 
 DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
@@ -179,7 +183,7 @@ def make_kv_layout(
     """Choose the KV layout of a language model with transformers' config `text`.
 
     `dtype` is that of the weights, `kv_dtype` that of the cache; `auto` is the former. If one
-    modality alone is in int8, `block_size` is that of its blocks.
+    modality alone is in few bits, `block_size` is that of its blocks.
 
     Raises:
         ModelConfigError: a setting is not supported.
@@ -192,20 +196,21 @@ def make_kv_layout(
         raise ModelConfigError(f"--kv-dtype={kv_dtype}: not built yet; choose auto, {choices}")
     if block_size < 1:
         raise ModelConfigError(f"--block-size={block_size}: must be at least 1")
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if narrow:
-        block_size = _wide_block_size(block_size, kv_dtype, name)
+        block_size = _wide_block_size(block_size, kv_dtype, name, head_dim=head_dim)
     return KVLayout(
         model_revision=revision,
         num_layers=text.num_hidden_layers,
         num_kv_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=head_dim,
         block_size=block_size,
         dtype=name,
         narrow=narrow,
     )
 
 
-def _wide_block_size(block_size: int, kv_dtype: str, wide: str) -> int:
+def _wide_block_size(block_size: int, kv_dtype: str, wide: str, *, head_dim: int) -> int:
     """Tokens of a wide block; `block_size` are those of a narrow one.
 
     Raises:
@@ -215,6 +220,18 @@ def _wide_block_size(block_size: int, kv_dtype: str, wide: str) -> int:
         raise ModelConfigError(
             f"--kv-dtype={kv_dtype}: not built beside {wide}; set --dtype=bfloat16 or float32"
         )
+    if MIXED_KV[kv_dtype].is_grouped:
+        if block_size != KIVI_GROUP:
+            raise ModelConfigError(
+                f"--block-size={block_size}: with --kv-dtype={kv_dtype}, it must be {KIVI_GROUP}, "
+                "the tokens that share a scale per channel"
+            )
+        if head_dim % 2:
+            raise ModelConfigError(
+                f"--kv-dtype={kv_dtype}: heads of {head_dim} are odd, two numbers share a byte; "
+                "choose int8"
+            )
+        return block_size // (2 * ITEMSIZE[wide])
     if block_size % ITEMSIZE[wide]:
         raise ModelConfigError(
             f"--block-size={block_size}: with --kv-dtype={kv_dtype} and {wide}, it must be a "
@@ -320,7 +337,8 @@ def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> to
     """
     dtype = KV_DTYPES[layout.dtype]
     if layout.narrow:
-        dtype = next(words for words, wide in MIXED.items() if wide == dtype)
+        kinds = GROUPED if layout.narrow.is_grouped else MIXED
+        dtype = next(words for words, wide in kinds.items() if wide == dtype)
     inner = layout.block_size * slot_elements(dtype, layout.head_dim)
     shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, inner)
     if device.type != "cpu":

@@ -51,6 +51,9 @@ CHOSEN_BY_SERVE: Final = frozenset({
     "--patience-seconds", "--identity-dir", "--max-lent-requests",
 })  # fmt: skip
 
+NARROW_KV: Final = ("vision=int8", "text=int8", "vision=kivi4")
+"""Values of `--kv-dtype` for few bits of one modality."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSettings:
@@ -156,7 +159,8 @@ class ComputeSettings:
     Attributes:
         dtype: of weights and activations; `auto` is the checkpoint's.
         kv_dtype: of the KV cache; `auto` is `dtype`, `int8` and `fp8` have a scale per token and
-            head; `fp8` is for GPUs. `vision=int8` is on CPUs, and leaves text as `auto`.
+            head; `fp8` is for GPUs. `vision=int8` is on CPUs, and leaves text as `auto`, as does
+            `vision=kivi4`, in 4 bits.
         device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers if device and dtype benefit.
         weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
@@ -175,7 +179,7 @@ class ComputeSettings:
     dtype: str = option("--dtype", one_of(("auto", "bfloat16", "float16", "float32")), "auto")
     kv_dtype: str = option(
         "--kv-dtype",
-        one_of(("auto", "bfloat16", "float32", "int8", "fp8", "vision=int8", "text=int8")),
+        one_of(("auto", "bfloat16", "float32", "int8", "fp8", *NARROW_KV)),
         "auto",
     )
     device: str = option("--device", one_of(("auto", "cpu", "cuda")), "auto")
