@@ -14,7 +14,20 @@ FIELD_ROWS = [
     Bad("messages as a string", chat(messages="hi"), 400, "invalid_type", "messages"),
     Bad("a message as a string", chat(messages=["hi"]), 400, "invalid_type", "messages[0]"),
     Bad("vLLM's least tokens", chat(min_tokens=3), 400, "unsupported_parameter", "min_tokens"),
-    Bad("vLLM's stops", chat(stop_token_ids=[3]), 400, "unsupported_parameter", "stop_token_ids"),
+    Bad(
+        "a stop that is no token",
+        chat(stop_token_ids=["x"]),
+        400,
+        "invalid_value",
+        "stop_token_ids",
+    ),
+    Bad(
+        "a stop beyond the model's",
+        chat(stop_token_ids=[10**6]),
+        400,
+        "invalid_value",
+        "stop_token_ids",
+    ),
     Bad("an unknown parameter", chat(chat_template="x"), 400, "unknown_parameter", "chat_template"),
     Bad(
         "a template argument",

@@ -178,3 +178,13 @@ def test_sentencepiece_s_pieces_are_read_as_they_decode(piece: str, utf8_bytes: 
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     assert TokenTexts(model).of(0)[1] == utf8_bytes
+
+
+def test_a_stop_token_has_no_text_and_lets_go_what_was_held_for_a_stop_string() -> None:
+    (first, second, last) = ids_of("a") + ids_of("b") + ids_of("c")
+    assembler = TextAssembler(tokenizer(), texts(), stop=("bc",), stop_token_ids=[last])
+    found = [assembler.feed(one, TokenLogprobs(-1.0, ())) for one in (first, second, last)]
+    assert [assembler.stopped, text_of(found)] == [True, "a"]
+    found.append(assembler.finish())
+    assert text_of(found) == "ab"
+    assert [token.chosen.text for piece in found for token in piece.tokens] == ["a", "b"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -71,9 +71,15 @@ class TextAssembler:
         texts: TokenTexts,
         *,
         stop: tuple[str, ...],
+        stop_token_ids: Collection[int] = (),
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`kept_ids` are the control tokens that have text in this answer."""
+        """`kept_ids` are the control tokens that have text in this answer.
+
+        A token of `stop_token_ids` ends the choice and has no text.
+        """
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._ended = False
         self._texts = texts
         self._kept_ids = kept_ids
         dropped_ids = texts.control_ids - kept_ids if kept_ids else None
@@ -86,11 +92,14 @@ class TextAssembler:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete. The choice then needs no more tokens."""
-        return self._scanner.stopped
+        """Whether a stop string or token is complete. The choice then needs no more tokens."""
+        return self._scanner.stopped or self._ended
 
     def feed(self, token_id: int, logprobs: TokenLogprobs | None) -> TextChunk:
         """Add a token; return the text and tokens that may be sent now."""
+        if token_id in self._stop_token_ids:
+            self._ended = True
+            return TextChunk("")
         is_text = token_id in self._kept_ids or self._texts.is_text(token_id)
         if logprobs is not None and is_text:
             self._textless.append(self._chosen(token_id, logprobs))
@@ -104,7 +113,7 @@ class TextAssembler:
         text = self._detokenizer.flush()
         self._place(text)
         piece = self._release(self._scanner.feed(text) + self._scanner.flush())
-        if self.stopped:
+        if self._scanner.stopped:
             return piece
         rest, self._held = self._held, []
         return TextChunk(piece.text, (*piece.tokens, *rest))

@@ -231,6 +231,7 @@ class Endpoint:
                     builder.tokenizer,
                     builder.token_texts,
                     stop=options.stop,
+                    stop_token_ids=options.sampling.stop_token_ids,
                     kept_ids=form.kept_ids if form else frozenset(),
                 )
                 for _ in range(options.num_choices)

@@ -360,12 +360,17 @@ class Preparer:
 
     def _check_sampling(self, options: SamplingOptions) -> None:
         vocab_size = self.prompt_builder.family.vocab_size
-        if any(token_id >= vocab_size for token_id, _ in options.logit_bias):
-            raise invalid(
-                f"'logit_bias' names a token that the model does not have; its ids are below "
-                f"{vocab_size}.",
-                param="logit_bias",
-            )
+        named = {
+            "logit_bias": [token_id for token_id, _ in options.logit_bias],
+            "stop_token_ids": options.stop_token_ids,
+        }
+        for param, ids in named.items():
+            if max(ids, default=0) >= vocab_size:
+                raise invalid(
+                    f"'{param}' names a token that the model does not have; its ids are below "
+                    f"{vocab_size}.",
+                    param=param,
+                )
         if options.priority > 0 and not self.any_priority:
             raise invalid(
                 "'priority' must be 0 or more: on this service a client may let others go first, "
@@ -462,6 +467,7 @@ def _sampling(
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         logit_bias=options.logit_bias,
         num_logprobs=options.num_logprobs,
+        stop_token_ids=options.stop_token_ids,
         grammar=b"" if options.grammar is None else options.grammar.text.encode(),
         **chosen,
     )

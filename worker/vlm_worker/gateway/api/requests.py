@@ -10,7 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, cast, get_args
 
-from vlm_worker.annotations import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY
+from vlm_worker.annotations import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_TOKEN_ID,
+)
 from vlm_worker.core.families import Detail
 from vlm_worker.gateway.api import schema
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
@@ -179,13 +185,15 @@ class SamplingOptions:
     `given` has those of `PARAMETERS` that the client sets, by name. `logit_bias` has (token id,
     bias) pairs in the order of their ids. `num_logprobs` is the number of most likely tokens to
     return with the chosen one; None returns no log-probabilities. Requests of a larger `priority`
-    run first. `grammar` is what the answer must be, not checked yet; None if it may be anything.
+    run first. `stop_token_ids` end the answer and have no text in it. `grammar` is what the answer
+    must be, not checked yet; None if it may be anything.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
     priority: int = 0
+    stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
 
 
@@ -221,8 +229,19 @@ def parse_sampling(
         num_logprobs=num_logprobs,
         # In vLLM's API the smaller value runs first; internally the larger does.
         priority=-(priority or 0),
+        stop_token_ids=_stop_token_ids(fields),
         grammar=grammar,
     )
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    ids = fields.array("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS) or []
+    if any(type(one) is not int or not 0 <= one <= MAX_TOKEN_ID for one in ids):
+        raise invalid(
+            f"'stop_token_ids' must have integers from 0 to {MAX_TOKEN_ID}.",
+            param="stop_token_ids",
+        )
+    return tuple(dict.fromkeys(ids))
 
 
 def chat_logprobs(fields: Fields) -> int | None:
@@ -270,6 +289,7 @@ MAX_TOKENS = 2**20
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 64
 MAX_SESSION_KEY = 256
 
 

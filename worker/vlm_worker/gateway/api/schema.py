@@ -281,7 +281,10 @@ EXTRA: Final = (
         "the service allows it ([visual tokens](visual-tokens.md)); a completion has no images",
     ),
     _refused("min_tokens", "an answer may end at its first token; `ignore_eos` is taken"),
-    _refused("stop_token_ids", "answers end by text: send `stop`"),
+    _supported(
+        "stop_token_ids",
+        "up to 64 token ids: the answer ends before the first of them, with `stop`",
+    ),
     _refused("bad_words", "send a `logit_bias` of -100"),
     _refused("prompt_logprobs", "`logprobs` are of the answer"),
     _refused("guided_json", "send `response_format` of type `json_schema` to chat completions"),
