@@ -251,7 +251,11 @@ async def test_an_answer_that_leaves_its_grammar_is_refused_and_others_go_on() -
 
 @pytest.mark.parametrize(
     ("changes", "param"),
-    [({"grammar": b"start: foo"}, "response_format"), ({"ignore_eos": True}, "ignore_eos")],
+    [
+        ({"grammar": b"start: foo"}, "response_format"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 2}, "min_tokens"),
+    ],
 )
 async def test_what_cannot_be_constrained_is_refused_by_name(
     changes: dict[str, Any], param: str

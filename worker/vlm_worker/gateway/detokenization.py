@@ -72,12 +72,15 @@ class TextAssembler:
         *,
         stop: tuple[str, ...],
         stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         """`kept_ids` are the control tokens that have text in this answer.
 
-        A token of `stop_token_ids` ends the choice and has no text.
+        A token of `stop_token_ids` ends the choice and has no text. Stop strings are looked for in
+        the text that follows the first `min_tokens` tokens.
         """
+        self._num_unscanned = min_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self._ended = False
         self._texts = texts
@@ -106,17 +109,23 @@ class TextAssembler:
         text = self._detokenizer.feed(token_id)
         if text:
             self._place(text)
-        return self._release(self._scanner.feed(text))
+        return self._release(self._scanned(text, num_tokens=1))
 
     def finish(self) -> TextChunk:
         """End the choice; return the remaining text and tokens."""
         text = self._detokenizer.flush()
         self._place(text)
-        piece = self._release(self._scanner.feed(text) + self._scanner.flush())
+        piece = self._release(self._scanned(text) + self._scanner.flush())
         if self._scanner.stopped:
             return piece
         rest, self._held = self._held, []
         return TextChunk(piece.text, (*piece.tokens, *rest))
+
+    def _scanned(self, text: str, *, num_tokens: int = 0) -> str:
+        if self._num_unscanned:
+            self._num_unscanned -= num_tokens
+            return text
+        return self._scanner.feed(text)
 
     def _place(self, text: str) -> None:
         """Set the offsets of the tokens that waited for `text`, and hold them for sending."""

@@ -328,6 +328,7 @@ class Preparer:
             param=ask.param,
             max_tokens_param=ask.options.max_tokens_param,
         )
+        _check_min_tokens(ask.options.sampling, max_tokens)
         return PreparedRequest(
             request_id=ask.request_id,
             images=images,
@@ -453,6 +454,16 @@ def _without(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Messa
             parts.append(part)
         kept.append(dataclasses.replace(message, content=tuple(parts)))
     return tuple(kept)
+
+
+def _check_min_tokens(options: SamplingOptions, max_tokens: int) -> None:
+    num_tokens = options.given.get("min_tokens", 0)
+    if num_tokens > max_tokens:
+        raise invalid(
+            f"'min_tokens' is {num_tokens}, and the answer may have {max_tokens} tokens: send a "
+            "smaller one, or a larger limit if the context has room.",
+            param="min_tokens",
+        )
 
 
 def _sampling(

@@ -199,12 +199,13 @@ class SamplingOptions:
 
 def check_end(given: Mapping[str, Any], grammar: Grammar | None) -> None:
     """Raise ApiError (400) if an answer with a grammar should not end where the grammar ends."""
-    if grammar is not None and given.get("ignore_eos"):
-        raise invalid(
-            f"'ignore_eos' and '{grammar.path}' exclude each other: a grammar says where an answer "
-            "ends.",
-            param="ignore_eos",
-        )
+    for name in ("ignore_eos", "min_tokens"):
+        if grammar is not None and given.get(name):
+            raise invalid(
+                f"'{name}' and '{grammar.path}' exclude each other: a grammar says where an answer "
+                "ends. Leave one of them out.",
+                param=name,
+            )
 
 
 def parse_sampling(

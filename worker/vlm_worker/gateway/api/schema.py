@@ -280,7 +280,6 @@ EXTRA: Final = (
         "`off`, `low`, `medium`, `high` or `auto`: visual tokens of images of `detail: auto`, if "
         "the service allows it ([visual tokens](visual-tokens.md)); a completion has no images",
     ),
-    _refused("min_tokens", "an answer may end at its first token; `ignore_eos` is taken"),
     _supported(
         "stop_token_ids",
         "up to 64 token ids: the answer ends before the first of them, with `stop`",
