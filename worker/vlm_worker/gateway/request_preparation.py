@@ -185,7 +185,7 @@ class Preparer:
         images = tuple(p for p in checked if p is not None)
         said = Conversation(messages, request.tools.offered, request.reasoning_effort)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
-        if said.tools or any(m.tool_calls or m.reasoning for m in messages):
+        if said.tools or any(m.tool_calls or m.reasoning or m.name for m in messages):
             texts = client_texts(said)
         num_bytes = self._check_length(texts, config, "messages")
 

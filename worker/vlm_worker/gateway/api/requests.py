@@ -29,6 +29,7 @@ from vlm_worker.types import PARAMETERS
 # Limit on the parts of one message, and of all together; a string is one part.
 MAX_PARTS = 1024
 MAX_TEXT = 4 * 2**20
+MAX_NAME = 64
 MAX_URL = 64 * 2**20  # the body's own limit is smaller
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
@@ -57,8 +58,8 @@ class ImagePart:
 class Message:
     """One message. A string stays a string: chat templates render it unlike a list of one text.
 
-    An assistant's message may have `reasoning` and `tool_calls`. A tool's has the id of its call
-    and the name of the function that was called.
+    An assistant's message may have `reasoning` and `tool_calls`. A tool's has the id of its call,
+    and its `name` is the function that was called.
     """
 
     role: ChatRole
@@ -96,13 +97,14 @@ def parse_message(path: str, value: Any, calls: CallsParser) -> Steps[Message]:
     reasoning = fields.text("reasoning_content", max_length=MAX_TEXT)
     fields.take("parsed")
     tool_calls = yield from calls.parse(fields)
-    call_id, function = _answered_call(fields, calls) if known == "tool" else (None, None)
+    name = fields.text("name", min_length=1, max_length=MAX_NAME)
+    call_id, name = _answered_call(fields, calls, name) if known == "tool" else (None, name)
     content = fields.take("content")
     fields.done()
     if content is None and tool_calls:
         content = ""
     checked = yield from _content(f"{path}.content", content, known)
-    return Message(known, checked, reasoning, tool_calls, call_id, function)
+    return Message(known, checked, reasoning, tool_calls, call_id, name)
 
 
 _OWNERS: Final[Mapping[str, ChatRole]] = {
@@ -111,7 +113,7 @@ _OWNERS: Final[Mapping[str, ChatRole]] = {
 }  # fmt: skip
 
 
-def _answered_call(fields: Fields, calls: CallsParser) -> tuple[str, str]:
+def _answered_call(fields: Fields, calls: CallsParser, given: str | None) -> tuple[str, str]:
     """Return the id and the function of the call that a tool's message answers."""
     call_id = fields.required_text("tool_call_id", max_length=MAX_ID)
     name = calls.name_of(call_id)
@@ -121,6 +123,11 @@ def _answered_call(fields: Fields, calls: CallsParser) -> tuple[str, str]:
             f"'{where}' is the id of no call in 'tool_calls' of the messages before it; send the "
             "assistant's message with the call.",
             param=where,
+        )
+    if given not in (None, name):
+        where = fields.at("name")
+        raise invalid(
+            f"'{where}' must be '{name}', the function of its call, or absent.", param=where
         )
     return call_id, name
 

@@ -301,7 +301,11 @@ MESSAGE: Final = (
     _supported(
         "reasoning_content", "of an assistant; the chat template may leave it out, as in training"
     ),
-    _refused("name", "the chat template knows no names"),
+    _supported(
+        "name",
+        "1 to 64 characters; `message.name` of the chat template, without effect if it writes no "
+        "names; of a tool: the function of its call",
+    ),
     _neutral("annotations", "an answer's own field, given back", ([],)),
     _unread(
         "parsed",
