@@ -461,7 +461,7 @@ def _check_min_tokens(options: SamplingOptions, max_tokens: int) -> None:
     if num_tokens > max_tokens:
         raise invalid(
             f"'min_tokens' is {num_tokens}, and the answer may have {max_tokens} tokens: send a "
-            "smaller one, or a larger limit if the context has room.",
+            "smaller number, or a larger limit if the context has more.",
             param="min_tokens",
         )
 
