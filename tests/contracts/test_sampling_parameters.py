@@ -32,6 +32,20 @@ MEANINGS = {
         "worker/vlm_worker/gateway/endpoint.py",  # each choice has its own seed
         "worker/vlm_worker/testing.py",
     },
+    "min_tokens": {
+        "worker/vlm_worker/core/persistent_batch.py",  # until when no token ends an answer
+        "worker/vlm_worker/core/request_validation.py",  # at most `max_tokens`, no grammar
+        "worker/vlm_worker/gateway/api/requests.py",  # the same, before a worker sees it
+        "worker/vlm_worker/gateway/request_preparation.py",
+        "worker/vlm_worker/gateway/detokenization.py",  # no stop string ends it either
+        "worker/vlm_worker/gateway/endpoint.py",
+        "worker/vlm_worker/gateway/orchestrate/generation.py",  # which pods obey it
+        "worker/vlm_worker/gateway/orchestrate/prepared_request.py",
+        "worker/vlm_worker/gateway/pod_registry.py",
+        "worker/vlm_worker/route.py",
+        "worker/vlm_worker/server/components.py",
+        "worker/vlm_worker/wire/messages.py",
+    },
     "ignore_eos": {
         "worker/vlm_worker/core/persistent_batch.py",  # which tokens end an answer
         "worker/vlm_worker/core/request_validation.py",  # refused with a grammar

@@ -19,6 +19,7 @@ from vlm_worker.testing import (
     encoded,
     kept_cells,
     next_token,
+    not_banned,
     plain_positions,
     slot_values,
 )
@@ -91,17 +92,20 @@ def answer_alone(
         mass = checksum_mass(np.array(values[:num_prompt]), *observed)
         kept = kept_tokens(request, mass, kept_permille).tolist()
     sampling = request.sampling
-    edits = LogitEdits.of(sampling)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    ordered = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
     while True:
         if kept is not None and answer:  # the first token is chosen before
             values = [values[index] for index in kept] + values[request.num_prompt_tokens :]
             kept = None
         known_ids = np.array([*request.token_ids[: request.num_prompt_tokens], *answer])
+        is_early = len(answer) < sampling.min_tokens
+        edits = LogitEdits.of(sampling, banned=ordered if is_early else ())
         edited = b"" if edits is None else edits_bytes(edits, known_ids, request.num_prompt_tokens)
         token = next_token(
             np.array(values), sampling.temperature, sampling.seed, len(answer), edits=edited
         )
+        token = token if edits is None else not_banned(token, edits)
         answer.append(token)
         num_tokens = request.num_prompt_tokens + len(answer)
         full = len(answer) >= sampling.max_tokens or num_tokens >= max_model_len

@@ -37,6 +37,7 @@ LENDING_MAX_LOST_SHARE = 0.5
 
 UNCONSTRAINED = "no decode pod that constrains answers is ready"
 """The reason of a request with a grammar if no pod, or only an older one, could decode it."""
+NO_MINIMUM = "no decode pod that obeys 'min_tokens' is ready"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Candidate:
         num_images: images that an encoder which lends has to encode.
         work_queued_seconds: of an encoder that lends, that of images alone.
         lent_queued_seconds: the queued work of its lent requests.
-        grammars: it constrains answers to a grammar.
+        grammars, min_tokens: it constrains answers to a grammar, and obeys `min_tokens`.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Candidate:
     num_images: int = 0
     lent_queued_seconds: float = 0.0
     grammars: bool = False
+    min_tokens: bool = False
 
     @property
     def lends(self) -> bool:
@@ -110,6 +112,7 @@ class Demand:
         prefix_digest: of the prompt's beginning.
         needs_decode: more than one token may follow.
         constrained: the answer has a grammar, which a pod without `grammars` would ignore.
+        has_minimum: it has `min_tokens`, which a pod without `min_tokens` would ignore.
         inline: if no encoder pod exists, the pod that computes the prompt may encode images.
         num_image_tokens: visual tokens of its images, each image once.
         cached_images: of these, those that a pod is known to hold, by boot id.
@@ -121,6 +124,7 @@ class Demand:
     prefix_digest: bytes
     needs_decode: bool = True
     constrained: bool = False
+    has_minimum: bool = False
     inline: bool = True
     num_image_tokens: int = 0
     cached_images: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
@@ -229,15 +233,19 @@ def another_decode(
 def _able(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, ...]:
     """The ready pods, with the stages that they have for this request.
 
-    A pod without grammars computes no constrained answer: an older one would ignore the grammar.
+    A pod that would ignore a sampling parameter of the request, as an older one, only encodes.
     """
     ready = tuple(c for c in candidates if c.ready)
-    if not demand.constrained:
+    if not (demand.constrained or demand.has_minimum):
         return ready
     encoder = frozenset({Stage.ENCODER})
     return tuple(
-        c if c.grammars else dataclasses.replace(c, stages=c.stages & encoder) for c in ready
+        c if _obeys(c, demand) else dataclasses.replace(c, stages=c.stages & encoder) for c in ready
     )
+
+
+def _obeys(pod: Candidate, demand: Demand) -> bool:
+    return pod.grammars >= demand.constrained and pod.min_tokens >= demand.has_minimum
 
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
@@ -365,7 +373,8 @@ def _rest_of_route(usable: _Usable, demand: Demand, decode: Choice | None) -> Ro
 def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.DECODE)
     if not pods:
-        reason = UNCONSTRAINED if demand.constrained else "no decode pod is ready"
+        plain = NO_MINIMUM if demand.has_minimum else "no decode pod is ready"
+        reason = UNCONSTRAINED if demand.constrained else plain
         return NoRoute(Stage.DECODE, reason)
     large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
     if not large:

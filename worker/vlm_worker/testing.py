@@ -16,7 +16,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from vlm_worker.core.encoding import encode_each
-from vlm_worker.core.step_values import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
+from vlm_worker.core.step_values import (
+    BANNED,
+    NOT_FINITE,
+    EditedRow,
+    LogitEdits,
+    SampleParams,
+    StepInputs,
+    StepOutput,
+)
 from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
 from vlm_worker.reduction import Cells, Reduction
@@ -154,9 +162,7 @@ class ChecksumRunner:
 
     def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
         """The token after each of R contexts of numbers; None is a context with poison."""
-        edits = {
-            one.row: edits_bytes(one.edits, one.token_ids, one.num_prompt) for one in params.edited
-        }
+        edits = {one.row: one for one in params.edited}
         if self.script:
             last = len(self.script) - 1
             told = [self.script[min(int(index), last)] for index in params.index]
@@ -168,7 +174,7 @@ class ChecksumRunner:
             NOT_FINITE
             if context is None
             else among(
-                next_token(context, temperature, int(seed), int(index), edits=edits.get(row, b"")),
+                _edited_token(context, temperature, int(seed), int(index), edits.get(row)),
                 allowed.get(row),
             )
             for row, (context, (temperature, seed, index)) in enumerate(
@@ -371,6 +377,23 @@ def next_token(
     """The token after a context; if the temperature is not 0, it depends on (seed, index)."""
     drawn = f"{seed}/{index}".encode() if temperature else b""
     return zlib.crc32(context.astype(np.int64).tobytes() + drawn + edits) % VOCABULARY
+
+
+def _edited_token(
+    context: np.ndarray, temperature: float, seed: int, index: int, edited: EditedRow | None
+) -> int:
+    if edited is None:
+        return next_token(context, temperature, seed, index)
+    edits = edits_bytes(edited.edits, edited.token_ids, edited.num_prompt)
+    return not_banned(next_token(context, temperature, seed, index, edits=edits), edited.edits)
+
+
+def not_banned(token_id: int, edits: LogitEdits) -> int:
+    """The token, or the first behind it that the edits do not ban."""
+    banned = set(edits.bias_ids[edits.bias_values <= BANNED].tolist())
+    return next(
+        one for i in range(VOCABULARY) if (one := (token_id + i) % VOCABULARY) not in banned
+    )
 
 
 def allowed_tokens(params: SampleParams) -> dict[int, np.ndarray]:

@@ -62,8 +62,9 @@ class SamplingParams:
 
     `temperature` 0 is greedy. Randomness is a function of (seed, index of the token in the answer),
     so that another worker continues an answer identically. `top_p` 1 and `top_k` 0 mean unset.
-    `max_tokens` limits the whole answer, including tokens delivered by earlier attempts. `min_p`
-    excludes tokens below `min_p` times the best one's probability; 0 means unset.
+    `max_tokens` limits the whole answer, including tokens delivered by earlier attempts; no token
+    ends it before `min_tokens`, counted likewise. `min_p` excludes tokens below `min_p` times the
+    best one's probability; 0 means unset.
     `frequency_penalty` and `presence_penalty` lower the logits of tokens that are in the answer, as
     OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
     (token id, bias) pairs in the order of their ids. `num_logprobs` n requests log-probabilities
@@ -109,6 +110,14 @@ class SamplingParams:
         bool,
         Parameter("go on to `max_tokens`, past the model's end of the answer", is_extension=True),
     ] = False
+    min_tokens: Annotated[
+        int,
+        Between(0, an.MAX_TOKENS),
+        Parameter(
+            "tokens of the answer before which nothing ends it; at most `max_tokens`; see below",
+            0, an.MAX_TOKENS, is_extension=True,
+        ),
+    ] = 0  # fmt: skip
     min_p: Annotated[
         float,
         Between(0.0, 1.0),

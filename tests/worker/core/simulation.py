@@ -66,6 +66,7 @@ def works(draw: st.DrawFn) -> list[Work]:
             temperature=draw(st.sampled_from([0.0, 0.7])),
             seed=draw(st.integers(0, 3)),
             ignore_eos=draw(st.booleans()),
+            min_tokens=draw(st.sampled_from([0, 0, 1])),
             presence_penalty=draw(st.sampled_from([0.0, 0.5])),
         )
         request = Request(

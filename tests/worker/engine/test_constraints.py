@@ -324,7 +324,11 @@ def test_a_quarter_of_the_cpus_of_the_process_fills_masks(num_cpus: int, num_thr
 
 @pytest.mark.parametrize(
     ("changes", "param"),
-    [({"grammar": b"start: foo"}, "response_format"), ({"ignore_eos": True}, "ignore_eos")],
+    [
+        ({"grammar": b"start: foo"}, "response_format"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 2}, "min_tokens"),
+    ],
 )
 async def test_what_cannot_be_constrained_is_refused_by_name(
     changes: dict[str, Any], param: str

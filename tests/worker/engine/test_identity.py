@@ -71,7 +71,8 @@ def works(draw: st.DrawFn) -> list[Work]:
             images.append(image)
             token_ids += [IMAGE_TOKEN] * image.kept_tokens + draw(st.sampled_from([[], [3, 3]]))
         sampling = SamplingParams(
-            max_tokens=draw(st.integers(1, 24)),
+            max_tokens=(max_tokens := draw(st.integers(1, 24))),
+            min_tokens=draw(st.sampled_from([0, max_tokens // 2, max_tokens])),
             temperature=draw(st.sampled_from([0.0, 1.0])),
             seed=number,
             ignore_eos=draw(st.booleans()),

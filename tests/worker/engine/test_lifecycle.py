@@ -19,6 +19,7 @@ from vlm_worker.errors import (
     DuplicateError,
     EngineError,
     GoneError,
+    InvalidRequestError,
     OverloadedError,
 )
 from vlm_worker.testing import ChecksumRunner, plain_positions
@@ -75,6 +76,33 @@ async def test_an_answer_ends_where_it_should(
     alone = answer_alone(request, max_model_len=64, eos_token_ids=eos)
     assert tokens(told) == alone
     assert told[-1] == FinishedEvent(reason, len(alone))
+
+
+@pytest.mark.parametrize("by", ["eos", "stop_token_ids"])
+async def test_no_token_ends_an_answer_before_its_min_tokens(start: Any, by: str) -> None:
+    """Nor if the answer is continued: after each of its tokens it goes on identically."""
+    free = answer_alone(text(max_tokens=6, ignore_eos=False))
+    ends = {"stop_token_ids": (free[0],)} if by == "stop_token_ids" else {}
+    engine: Engine = start(eos_token_ids=(free[0],) if by == "eos" else ())
+    asked = {"ignore_eos": False, **ends}
+    assert tokens(await events(engine.submit_prefill(text(**asked), for_peer=False))) == free[:1]
+    for min_tokens in (1, 4, 6):
+        request = text(f"at least {min_tokens}", min_tokens=min_tokens, **asked)
+        whole = tokens(await events(engine.submit_prefill(request, for_peer=False)))
+        assert free[0] not in whole[:min_tokens]
+        assert len(whole) >= min_tokens
+        for number in range(1, len(whole)):
+            ids = (*request.token_ids, *whole[:number])
+            key = RequestKey(f"{min_tokens} after {number}", 0)
+            later = dataclasses.replace(request, key=key, token_ids=ids)
+            told = await events(engine.submit_prefill(later, for_peer=False))
+            assert tokens(told) == whole[number:]
+
+
+async def test_min_tokens_beyond_max_tokens_are_refused_by_name(start: Any) -> None:
+    refused = error(await events(start().submit_prefill(text(min_tokens=7), for_peer=False)))
+    assert isinstance(refused, InvalidRequestError)
+    assert refused.param == "min_tokens"
 
 
 async def test_an_answer_that_ends_with_its_first_token_holds_nothing(start: Any) -> None:

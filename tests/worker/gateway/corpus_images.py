@@ -51,15 +51,8 @@ IMAGE_ROWS = [
     Bad("a file", image("file:///etc/passwd"), 400, "invalid_image_url", URL),
     Bad("no comma", image("data:image/png;base64"), 400, "invalid_image_url", URL),
     Bad("not base64", image("data:image/png,abc"), 400, "invalid_image_url", URL),
-    Bad("white space in base64", image(PNG[:40] + "\n" + PNG[40:]), 400, "invalid_image_url", URL),
-    Bad(
-        "the url-safe alphabet",
-        image("data:image/png;base64,_-_-"),
-        400,
-        "invalid_image_url",
-        URL,
-    ),
-    Bad("no padding", image("data:image/png;base64,QQ"), 400, "invalid_image_url", URL),
+    Bad("white space alone", image("data:image/png;base64, \n"), 400, "invalid_image_url", URL),
+    Bad("a cut character", image("data:image/png;base64,QUJDQ"), 400, "invalid_image_url", URL),
     Bad(
         "padding that is not canonical",
         image("data:image/png;base64,QR=="),

@@ -12,6 +12,7 @@ from worker.gateway.candidates import IMAGE, TEXT, D, E, P, decode, encoder, nam
 
 from vlm_worker.route import (
     LENDING_MARGIN_SECONDS,
+    NO_MINIMUM,
     UNCONSTRAINED,
     Candidate,
     Demand,
@@ -247,3 +248,12 @@ def test_an_older_encoder_encodes_for_a_constrained_answer() -> None:
     demand = dataclasses.replace(IMAGE, constrained=True)
     pods = [lender(), prefill(grammars=True), decode(grammars=True)]
     assert names(choose(pods, demand)) == ("e", "p", "d")
+
+
+def test_an_answer_with_min_tokens_goes_to_pods_that_obey_them() -> None:
+    demand = dataclasses.replace(TEXT, has_minimum=True)
+    old, new = [prefill("p0"), decode("d0")], [prefill("p1", min_tokens=True)]
+    new.append(decode("d1", min_tokens=True, num_inflight=9, kv_free_tokens=200))
+    assert names(choose([*old, *new], demand)) == (None, "p1", "d1")
+    assert choose(old, demand) == NoRoute(Stage.DECODE, NO_MINIMUM)
+    assert names(choose(old, TEXT)) == (None, "p0", "d0")

@@ -48,6 +48,7 @@ VALUES: dict[str, Any] = {
     "ignore_eos": True, "priority": -5, "best_of": 1, "visual": "low", "reasoning_effort": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "response_format": {"type": "json_object"}, "prompt_cache_key": "c",
+    "stop_token_ids": [3], "min_tokens": 2, "name": "ada",
 }  # fmt: skip
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 # What goes only with something else, or has another form at the other endpoint.
@@ -172,6 +173,8 @@ SAMPLING = {
     "repetition_penalty": (0, -1, 10.1),
     "seed": (2**63, -(2**63) - 1, 1.0),
     "priority": (-1001, 1001, True),
+    "min_tokens": (-1, 2**21 + 1, 1.5, True, "1"),
+    "stop_token_ids": ([-1], [2**31], [True], ["3"], [1.0], list(range(65)), 3),
     "logit_bias": ({"7": 101}, {"x": 1}, {"-1": 1}, {"07": 1, "7": 1}, {"7": "1"}, {"7": math.nan},
                    {"7": True}, {str(i): 1 for i in range(1025)}, {"9" * 11: 1}, {"\u0667": 1}),
 }  # fmt: skip
@@ -234,3 +237,12 @@ def test_arguments_that_the_client_has_read_are_taken_with_their_text() -> None:
     ]
     plain, given_back = (at_once(parse_chat({**CHAT_BODY, "messages": one})) for one in messages)
     assert plain == given_back
+
+
+def test_a_tool_s_message_names_the_function_of_its_call_or_none() -> None:
+    message = {"role": "tool", "tool_call_id": "c1"}
+    assert parse(MESSAGE, message | {"name": "f"}) == parse(MESSAGE, message)
+    for name in ("g", "", "x" * 65):
+        with pytest.raises(ApiError) as refused:
+            parse(MESSAGE, message | {"name": name})
+        assert refused.value.param == "messages[1].name"

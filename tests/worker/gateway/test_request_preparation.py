@@ -53,12 +53,14 @@ async def test_the_model_s_defaults_hold_where_the_client_says_nothing(preparer:
 async def test_what_the_client_says_goes_before_them(preparer: Preparer) -> None:
     said = {"temperature": 1, "top_p": 0.5, "top_k": -1, "min_p": 0, "repetition_penalty": 1,
             "frequency_penalty": 1, "presence_penalty": -1, "logit_bias": {"9": 1},
-            "ignore_eos": True, "logprobs": 3, "priority": -4}  # fmt: skip
+            "ignore_eos": True, "logprobs": 3, "priority": -4,
+            "stop_token_ids": [5, 3, 5], "min_tokens": 7}  # fmt: skip
     asked = await prepared_request(preparer, **said)
     assert asked.priority == 4
     assert asked.sampling == SamplingParams(
         16, temperature=1.0, top_p=0.5, seed=3, ignore_eos=True, frequency_penalty=1.0,
-        presence_penalty=-1.0, logit_bias=((9, 1.0),), num_logprobs=3,
+        presence_penalty=-1.0, logit_bias=((9, 1.0),), num_logprobs=3, stop_token_ids=(5, 3),
+        min_tokens=7,
     )  # fmt: skip
 
 

@@ -178,3 +178,27 @@ def test_sentencepiece_s_pieces_are_read_as_they_decode(piece: str, utf8_bytes: 
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     assert TokenTexts(model).of(0)[1] == utf8_bytes
+
+
+def test_a_stop_token_has_no_text_and_lets_go_what_was_held_for_a_stop_string() -> None:
+    (first, second, last) = ids_of("a") + ids_of("b") + ids_of("c")
+    assembler = TextAssembler(tokenizer(), texts(), stop=("bc",), stop_token_ids=[last])
+    found = [assembler.feed(one, TokenLogprobs(-1.0, ())) for one in (first, second, last)]
+    assert [assembler.stopped, text_of(found)] == [True, "a"]
+    found.append(assembler.finish())
+    assert text_of(found) == "ab"
+    assert [token.chosen.text for piece in found for token in piece.tokens] == ["a", "b"]
+
+
+def test_no_stop_string_is_found_in_the_first_tokens() -> None:
+    """One that begins in them and ends later is not found either: its beginning is sent."""
+    ids = ids_of("a") + ids_of("b") + ids_of("a") + ids_of("b") + ids_of("c")
+    for min_tokens, want in enumerate(("", "ab", "ab", "ababc", "ababc", "ababc")):
+        assembler = TextAssembler(tokenizer(), texts(), stop=("ab",), min_tokens=min_tokens)
+        found = []
+        for token_id in ids:
+            found.append(assembler.feed(token_id, None))
+            if assembler.stopped:
+                break
+        found.append(assembler.finish())
+        assert text_of(found) == want

@@ -41,6 +41,7 @@ samplings = st.builds(
     seed=st.integers(0, 2**64 - 1),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple),
     ignore_eos=st.booleans(),
+    min_tokens=st.integers(0, 4096),
     min_p=st.sampled_from([0.0, 0.125, 1.0]),
     frequency_penalty=st.sampled_from([-2.0, 0.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, 0.25, 2.0]),
@@ -156,6 +157,7 @@ def test_hello_and_load_survive() -> None:
         weights="int8",
         limits=messages.Limits(64, 4096, 2048, 8),
         grammars=True,
+        min_tokens=True,
     )
     assert messages.HELLO.decode(messages.HELLO.encode(hello)) == hello
     load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)

@@ -88,6 +88,7 @@ class PersistentBatch:
         self.num_logprobs = np.full(num_rows, -1, np.int64)
         self.priority = np.zeros(num_rows, np.int64)
         self.logit_edits: dict[int, LogitEdits] = {}
+        self.early_edits: dict[int, tuple[int, LogitEdits]] = {}
         self.matchers: dict[int, Matcher] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._ordered_rows = np.zeros(num_rows, np.int64)  # rows of `running`, in order
@@ -97,6 +98,11 @@ class PersistentBatch:
 
     def __len__(self) -> int:
         return len(self.sequences) - len(self._free_rows)
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether a row may have logit edits."""
+        return bool(self.logit_edits or self.early_edits)
 
     @property
     def num_free_rows(self) -> int:
@@ -189,9 +195,7 @@ class PersistentBatch:
             column[row] = getattr(sampling, name)
         self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self.priority[row] = sequence.priority
-        edits = LogitEdits.of(sampling)
-        if edits is not None:
-            self.logit_edits[row] = edits
+        self._set_edits(row, sequence)
         if sequence.matcher is not None:
             self.matchers[row] = sequence.matcher
         self._members_changed(prefilling=prefilling)
@@ -204,6 +208,7 @@ class PersistentBatch:
         sequence.num_computed_tokens = int(self.num_computed[row])
         self.block_table[row, : self.num_entries[row]] = NULL_BLOCK
         self.logit_edits.pop(row, None)
+        self.early_edits.pop(row, None)
         self.matchers.pop(row, None)
         self.awaiting_pruning.pop(sequence, None)
         self.sequences[row] = None
@@ -284,6 +289,27 @@ class PersistentBatch:
         """Let a sequence decode: all its known tokens are computed."""
         self.prefilling[sequence.row] = False
         self._members_changed(prefilling=False)
+
+    def edits_of(self, row: int) -> LogitEdits | None:
+        """The edits of the next token of a row; None if its logits stay."""
+        num_tokens, early = self.early_edits.get(row, (0, None))
+        return early if self.num_tokens[row] < num_tokens else self.logit_edits.get(row)
+
+    def _set_edits(self, row: int, sequence: Sequence) -> None:
+        """Set the edits of a row, and those before its answer has `min_tokens`.
+
+        They depend on the known tokens alone, so another worker continues identically.
+        """
+        request = sequence.request
+        sampling, num_prompt = request.sampling, request.num_prompt_tokens
+        edits = LogitEdits.of(sampling)
+        if edits is not None:
+            self.logit_edits[row] = edits
+        if sampling.min_tokens:
+            banned = stop_ids(sequence, eos_token_ids=self.eos_token_ids)
+            early = LogitEdits.of(sampling, banned=banned)
+            if early is not None:
+                self.early_edits[row] = num_prompt + sampling.min_tokens, early
 
     def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
         missing = len(ids) - self.stop_ids.shape[1]

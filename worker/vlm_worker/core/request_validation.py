@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlm_worker.errors import ContextTooLongError, InvalidRequestError
-from vlm_worker.types import Request
+from vlm_worker.types import Request, SamplingParams
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -57,7 +57,21 @@ def validate_request(
             "ignore_eos does not let a constrained answer go on: its grammar says where it ends",
             param="ignore_eos",
         )
+    _check_min_tokens(request.sampling)
     _check_items(request, max_image_tokens=max_image_tokens)
+
+
+def _check_min_tokens(sampling: SamplingParams) -> None:
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {sampling.min_tokens}; max_tokens is only {sampling.max_tokens}",
+            param="min_tokens",
+        )
+    if sampling.grammar and sampling.min_tokens:
+        raise InvalidRequestError(
+            "min_tokens does not let a constrained answer go on: its grammar says where it ends",
+            param="min_tokens",
+        )
 
 
 def validate_reservation(num_tokens: int, *, max_model_len: int) -> None:

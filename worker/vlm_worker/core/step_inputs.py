@@ -103,7 +103,7 @@ class BatchBuilder:
         if inputs.block_table is not columns.block_table:
             inputs = dataclasses.replace(inputs, block_table=columns.block_table)
         self._last = columns, inputs
-        if self._batch.logit_edits or self._batch.matchers:
+        if self._batch.has_edits or self._batch.matchers:
             sampling = dataclasses.replace(
                 inputs.sampling,
                 edited=self._edited(columns.rows),
@@ -147,10 +147,10 @@ class BatchBuilder:
     def _edited(self, rows: np.ndarray) -> tuple[EditedRow, ...]:
         """The sampled rows whose logits are edited, each with its known tokens."""
         batch, edited = self._batch, []
-        if not batch.logit_edits:
+        if not batch.has_edits:
             return ()
         for at, row in enumerate(rows.tolist()):
-            edits = batch.logit_edits.get(row)
+            edits = batch.edits_of(row)
             if edits is not None:
                 token_ids = batch.token_ids[row, : batch.num_tokens[row]]
                 edited.append(EditedRow(at, edits, token_ids, int(batch.num_prompt[row])))

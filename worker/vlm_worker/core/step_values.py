@@ -12,7 +12,7 @@ The arrays may be views of buffers that the next step reuses: a runner copies wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,9 @@ class ImageRows:
     places: np.ndarray | None = None
 
 
+BANNED = -1e9
+"""A bias that no logit outweighs. It is finite: an infinite logit is an error of the model."""
+
 _NO_PENALTIES = {field.name: field.default for field, one in PARAMETERS if one.is_penalty}
 
 
@@ -52,13 +55,13 @@ class LogitEdits:
     bias_values: np.ndarray
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> LogitEdits | None:
-        """The edits of a request; None if it changes no logits."""
+    def of(cls, sampling: SamplingParams, *, banned: Iterable[int] = ()) -> LogitEdits | None:
+        """The edits of a request that may not get `banned` tokens; None if it changes no logits."""
         penalties = {name: getattr(sampling, name) for name in _NO_PENALTIES}
-        if penalties == _NO_PENALTIES and not sampling.logit_bias:
+        biases = dict(sampling.logit_bias) | dict.fromkeys(banned, BANNED)
+        if penalties == _NO_PENALTIES and not biases:
             return None
-        ids = [token_id for token_id, _ in sampling.logit_bias]
-        values = [bias for _, bias in sampling.logit_bias]
+        ids, values = list(biases), list(biases.values())
         return cls(penalties, np.array(ids, np.int64), np.array(values, np.float32))
 
 

@@ -101,13 +101,14 @@ def _message(message: Message, change: Change, facts: TemplateFacts) -> dict[str
             for part in message.content
         ]
     built: dict[str, Any] = {"role": message.role, "content": content}
+    if message.name is not None:
+        built["name"] = change(message.name)
     if message.reasoning is not None:
         built["reasoning_content"] = change(message.reasoning)
     if message.tool_calls:
         built["tool_calls"] = [_call(call, change, facts) for call in message.tool_calls]
     if message.tool_call_id is not None:
         built["tool_call_id"] = _id(message.tool_call_id, change, facts)
-        built["name"] = change(message.name or "")
     return built
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -71,9 +71,18 @@ class TextAssembler:
         texts: TokenTexts,
         *,
         stop: tuple[str, ...],
+        stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`kept_ids` are the control tokens that have text in this answer."""
+        """`kept_ids` are the control tokens that have text in this answer.
+
+        A token of `stop_token_ids` ends the choice and has no text. Stop strings are looked for in
+        the text that follows the first `min_tokens` tokens.
+        """
+        self._num_unscanned = min_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._ended = False
         self._texts = texts
         self._kept_ids = kept_ids
         dropped_ids = texts.control_ids - kept_ids if kept_ids else None
@@ -86,28 +95,37 @@ class TextAssembler:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete. The choice then needs no more tokens."""
-        return self._scanner.stopped
+        """Whether a stop string or token is complete. The choice then needs no more tokens."""
+        return self._scanner.stopped or self._ended
 
     def feed(self, token_id: int, logprobs: TokenLogprobs | None) -> TextChunk:
         """Add a token; return the text and tokens that may be sent now."""
+        if token_id in self._stop_token_ids:
+            self._ended = True
+            return TextChunk("")
         is_text = token_id in self._kept_ids or self._texts.is_text(token_id)
         if logprobs is not None and is_text:
             self._textless.append(self._chosen(token_id, logprobs))
         text = self._detokenizer.feed(token_id)
         if text:
             self._place(text)
-        return self._release(self._scanner.feed(text))
+        return self._release(self._scanned(text, num_tokens=1))
 
     def finish(self) -> TextChunk:
         """End the choice; return the remaining text and tokens."""
         text = self._detokenizer.flush()
         self._place(text)
-        piece = self._release(self._scanner.feed(text) + self._scanner.flush())
-        if self.stopped:
+        piece = self._release(self._scanned(text) + self._scanner.flush())
+        if self._scanner.stopped:
             return piece
         rest, self._held = self._held, []
         return TextChunk(piece.text, (*piece.tokens, *rest))
+
+    def _scanned(self, text: str, *, num_tokens: int = 0) -> str:
+        if self._num_unscanned:
+            self._num_unscanned -= num_tokens
+            return text
+        return self._scanner.feed(text)
 
     def _place(self, text: str) -> None:
         """Set the offsets of the tokens that waited for `text`, and hold them for sending."""

@@ -55,7 +55,7 @@ from vlm_worker.gateway.responses import (
     Usage,
 )
 from vlm_worker.gateway.session_prefetch import EndedTurn
-from vlm_worker.route import UNCONSTRAINED
+from vlm_worker.route import NO_MINIMUM, UNCONSTRAINED
 from vlm_worker.telemetry import REQUEST_ID, Span
 from vlm_worker.types import Modality, TokenLogprobs
 
@@ -236,6 +236,8 @@ class Endpoint:
                     builder.tokenizer,
                     builder.token_texts,
                     stop=options.stop,
+                    stop_token_ids=options.sampling.stop_token_ids,
+                    min_tokens=prepared.sampling.min_tokens,
                     kept_ids=form.kept_ids if form else frozenset(),
                 )
                 for _ in range(options.num_choices)
@@ -333,7 +335,7 @@ def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImag
     if isinstance(error, NotAwakeError):
         return errors.waking(waited_seconds=error.waited_seconds)
     if isinstance(error, NoRouteError):
-        what = " that constrains answers" if str(error) == UNCONSTRAINED else ""
+        what = _ABLE.get(str(error), "")
         return errors.unavailable(f"No worker{what} is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
     if isinstance(error, InvalidImageError) and error.item < len(images):
@@ -341,6 +343,10 @@ def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImag
     if answer.status >= 500:
         logger.error("request lost", extra={"request_id": request_id, "reason": str(error)})
     return answer
+
+
+_ABLE = {UNCONSTRAINED: " that constrains answers", NO_MINIMUM: " that obeys 'min_tokens'"}
+"""What a worker would have to do, by the reason that there is none."""
 
 
 class Choices:

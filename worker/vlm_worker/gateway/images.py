@@ -35,6 +35,8 @@ _PIECE = 64 * 1024
 # Length of the longest JSON escape, without its backslash.
 _ESCAPE_BYTES = 5
 _OTHER = re.compile(rb"[^A-Za-z0-9+/=]")
+_WHITE_SPACE = b" \t\r\n"
+_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,8 +209,6 @@ def _bytes_of(
     mime_type, text = parts
     limit = config.limits.bytes_per_image
     try:
-        if not escaped and len(text) // 4 * 3 > limit + 3:
-            raise TooManyBytesError
         data, digest = yield from decode_base64(text, max_bytes=limit, escaped=escaped)
     except TooManyBytesError as error:
         raise invalid(
@@ -218,7 +218,7 @@ def _bytes_of(
         ) from error
     except NotBase64Error as error:
         raise invalid(
-            f"The data URL does not hold canonical base64: {error}.",
+            f"The data URL does not hold base64: {error}.",
             param=f"{part.path}.url",
             code="invalid_image_url",
         ) from error
@@ -239,7 +239,7 @@ def _sentence(error: Exception) -> str:
 
 
 class NotBase64Error(ValueError):
-    """The text is not canonical base64. The message is fit for a client."""
+    """The text is not base64. The message is fit for a client."""
 
 
 class TooManyBytesError(ValueError):
@@ -265,10 +265,12 @@ def split_data_url(url: bytes | memoryview, *, escaped: bool) -> tuple[str, memo
 def decode_base64(
     text: memoryview, *, max_bytes: int, escaped: bool
 ) -> Steps[tuple[bytearray, bytes]]:
-    """Decode canonical base64; return the bytes and their XXH3-128. Yields after each piece.
+    """Decode base64; return the bytes and their XXH3-128. Yields after each piece.
+
+    It may be wrapped, unpadded and in the URL-safe alphabet. Its padding bits must be 0.
 
     Raises:
-        NotBase64Error: the text is not canonical base64.
+        NotBase64Error: the text is not base64.
         TooManyBytesError: more than `max_bytes`; raised before the whole text is decoded.
     """
     data = bytearray()
@@ -282,10 +284,12 @@ def decode_base64(
             end = _before_cut_escape(piece, at, end, len(text))
             piece = _unescaped(bytes(text[at:end]))
         at = end
-        piece = rest + piece
+        piece = rest + _standard(piece)
+        if at == len(text) and len(piece) % 4 > 1 and b"=" not in piece:
+            piece += b"=" * (-len(piece) % 4)
         whole = len(piece) if at == len(text) else len(piece) // 4 * 4
         rest, piece = piece[whole:], piece[:whole]
-        if b"=" in last:
+        if piece and b"=" in last:
             raise NotBase64Error("'=' stands before its end")
         decoded = _decoded(piece, num_read)
         num_read += len(piece)
@@ -302,6 +306,13 @@ def decode_base64(
     return data, hasher.digest()
 
 
+def _standard(piece: bytes) -> bytes:
+    """Return a piece without white space, in the standard alphabet; most pieces are as they are."""
+    if any(other in piece for other in (b"\n", b"\r", b" ", b"\t", b"-", b"_")):
+        return piece.translate(_STANDARD, _WHITE_SPACE)
+    return piece
+
+
 def _decoded(piece: bytes, num_before: int) -> bytes:
     try:
         return pybase64.b64decode(piece, validate=True)
@@ -310,18 +321,11 @@ def _decoded(piece: bytes, num_before: int) -> bytes:
 
 
 def _problem(piece: bytes, num_before: int) -> str:
-    """Describe the error in a piece that `num_before` characters precede."""
+    """Describe the error in a piece that `num_before` characters precede, but for white space."""
     other = _OTHER.search(piece)
     if other is None:
-        return "it is cut off, or '=' at its end is missing: its length must be a multiple of 4"
+        return "it is cut off, or has a wrong number of '='"
     where = f"at character {num_before + other.start() + 1}"
-    character = other.group()
-    if character in b"\r\n":
-        return f"it has a line break {where}: send it in one line"
-    if character in b" \t":
-        return f"it has white space {where}: send it without"
-    if character in b"-_":
-        return f"it has '{character.decode()}' {where}: use the standard alphabet, with '+' and '/'"
     return f"it has a character {where} that is not of its alphabet"
 
 

@@ -100,6 +100,7 @@ class PodConnection:
             num_images=self.num_images + self._others_images,
             lent_queued_seconds=load.lent_queued_seconds if load else 0.0,
             grammars=hello.grammars,
+            min_tokens=hello.min_tokens,
         )
 
     @property

@@ -212,7 +212,7 @@ class Preparer:
         images = tuple(p for p in checked if p is not None)
         said = Conversation(messages, request.tools.offered, request.reasoning_effort)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
-        if said.tools or any(m.tool_calls or m.reasoning for m in messages):
+        if said.tools or any(m.tool_calls or m.reasoning or m.name for m in messages):
             texts = client_texts(said)
         num_bytes = self._check_length(texts, config, "messages")
 
@@ -364,6 +364,7 @@ class Preparer:
             param=ask.param,
             max_tokens_param=ask.options.max_tokens_param,
         )
+        _check_min_tokens(ask.options.sampling, max_tokens)
         return PreparedRequest(
             request_id=ask.request_id,
             images=images,
@@ -396,12 +397,17 @@ class Preparer:
 
     def _check_sampling(self, options: SamplingOptions) -> None:
         vocab_size = self.prompt_builder.family.vocab_size
-        if any(token_id >= vocab_size for token_id, _ in options.logit_bias):
-            raise invalid(
-                f"'logit_bias' names a token that the model does not have; its ids are below "
-                f"{vocab_size}.",
-                param="logit_bias",
-            )
+        named = {
+            "logit_bias": [token_id for token_id, _ in options.logit_bias],
+            "stop_token_ids": options.stop_token_ids,
+        }
+        for param, ids in named.items():
+            if max(ids, default=0) >= vocab_size:
+                raise invalid(
+                    f"'{param}' names a token that the model does not have; its ids are below "
+                    f"{vocab_size}.",
+                    param=param,
+                )
         if options.priority > 0 and not self.any_priority:
             raise invalid(
                 "'priority' must be 0 or more: on this service a client may let others go first, "
@@ -486,6 +492,16 @@ def _without(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Messa
     return tuple(kept)
 
 
+def _check_min_tokens(options: SamplingOptions, max_tokens: int) -> None:
+    num_tokens = options.given.get("min_tokens", 0)
+    if num_tokens > max_tokens:
+        raise invalid(
+            f"'min_tokens' is {num_tokens}, and the answer may have {max_tokens} tokens: send a "
+            "smaller number, or a larger limit if the context has more.",
+            param="min_tokens",
+        )
+
+
 def _sampling(
     options: SamplingOptions, defaults: Mapping[str, float], max_tokens: int
 ) -> SamplingParams:
@@ -498,6 +514,7 @@ def _sampling(
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         logit_bias=options.logit_bias,
         num_logprobs=options.num_logprobs,
+        stop_token_ids=options.stop_token_ids,
         grammar=b"" if options.grammar is None else options.grammar.text.encode(),
         **chosen,
     )

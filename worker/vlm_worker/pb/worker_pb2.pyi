@@ -33,7 +33,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits", "weights", "grammars")
+    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits", "weights", "grammars", "min_tokens")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class HelloReply(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: str
     stages: _containers.RepeatedScalarFieldContainer[str]
@@ -62,7 +63,8 @@ class HelloReply(_message.Message):
     limits: Limits
     weights: str
     grammars: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., weights: _Optional[str] = ..., grammars: _Optional[bool] = ...) -> None: ...
+    min_tokens: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., weights: _Optional[str] = ..., grammars: _Optional[bool] = ..., min_tokens: _Optional[bool] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("block_size_tokens", "kv_capacity_tokens", "max_model_len_tokens", "max_requests")
@@ -354,7 +356,7 @@ class ImageItem(_message.Message):
     def __init__(self, image_key: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "num_logprobs", "grammar")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "num_logprobs", "grammar", "min_tokens")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +378,7 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -390,7 +393,8 @@ class Sampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     num_logprobs: int
     grammar: bytes
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ..., grammar: _Optional[bytes] = ...) -> None: ...
+    min_tokens: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ..., grammar: _Optional[bytes] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")

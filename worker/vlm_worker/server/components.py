@@ -122,6 +122,7 @@ class WorkerComponents:
                 max_requests=settings.max_requests,
             ),
             grammars=self.engine.constraints is not None,
+            min_tokens=True,
         )
 
     def load(self, state: WorkerState) -> Load:

@@ -76,9 +76,8 @@ class Limits:
 class Hello:
     """The identity of a worker.
 
-    `layout_fingerprint` is empty without KV. `weights` is the type of the weights. If it differs
-    between two workers, they still exchange KV, and answers match neither worker's own
-    (`docs/decisions/0016`). `grammars` says whether it constrains answers to a grammar.
+    `layout_fingerprint` is empty without KV. Workers that differ in `weights` exchange KV; answers
+    match neither's own (`docs/decisions/0016`). If true, it obeys `grammars`, `min_tokens`.
     """
 
     role: Role
@@ -95,6 +94,7 @@ class Hello:
     limits: Limits
     protocol_version: int = PROTOCOL_VERSION
     grammars: bool = False
+    min_tokens: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

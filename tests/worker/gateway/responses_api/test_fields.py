@@ -68,6 +68,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.1},
     "repetition_penalty": {"repetition_penalty": 1.1},
     "ignore_eos": {"ignore_eos": True},
+    "min_tokens": {"min_tokens": 2},
+    "stop_token_ids": {"stop_token_ids": [3]},
     "priority": {"priority": -5},
     "visual": {"visual": "low"},
 }

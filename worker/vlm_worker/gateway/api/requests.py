@@ -10,7 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, cast, get_args
 
-from vlm_worker.annotations import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_PRIORITY
+from vlm_worker.annotations import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_TOKEN_ID,
+)
 from vlm_worker.core.families import Detail
 from vlm_worker.gateway.api import schema
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
@@ -23,6 +29,7 @@ from vlm_worker.types import PARAMETERS
 # Limit on the parts of one message, and of all together; a string is one part.
 MAX_PARTS = 1024
 MAX_TEXT = 4 * 2**20
+MAX_NAME = 64
 MAX_URL = 64 * 2**20  # the body's own limit is smaller
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
@@ -51,8 +58,8 @@ class ImagePart:
 class Message:
     """One message. A string stays a string: chat templates render it unlike a list of one text.
 
-    An assistant's message may have `reasoning` and `tool_calls`. A tool's has the id of its call
-    and the name of the function that was called.
+    An assistant's message may have `reasoning` and `tool_calls`. A tool's has the id of its call,
+    and its `name` is the function that was called.
     """
 
     role: ChatRole
@@ -84,19 +91,20 @@ def parse_message(path: str, value: Any, calls: CallsParser) -> Steps[Message]:
         )
     refuse(fields, schema.MESSAGE)
     known = cast(ChatRole, "system" if role == "developer" else role)
-    for name, owner in _OWNERS.items():
-        if known != owner and fields.take(name) is not None:
-            raise invalid(f"'{path}.{name}' is for the role '{owner}'.", param=f"{path}.{name}")
+    for field, owner in _OWNERS.items():
+        if known != owner and fields.take(field) is not None:
+            raise invalid(f"'{path}.{field}' is for the role '{owner}'.", param=f"{path}.{field}")
     reasoning = fields.text("reasoning_content", max_length=MAX_TEXT)
     fields.take("parsed")
     tool_calls = yield from calls.parse(fields)
-    call_id, function = _answered_call(fields, calls) if known == "tool" else (None, None)
+    name = fields.text("name", min_length=1, max_length=MAX_NAME)
+    call_id, name = _answered_call(fields, calls, name) if known == "tool" else (None, name)
     content = fields.take("content")
     fields.done()
     if content is None and tool_calls:
         content = ""
     checked = yield from _content(f"{path}.content", content, known)
-    return Message(known, checked, reasoning, tool_calls, call_id, function)
+    return Message(known, checked, reasoning, tool_calls, call_id, name)
 
 
 _OWNERS: Final[Mapping[str, ChatRole]] = {
@@ -105,7 +113,7 @@ _OWNERS: Final[Mapping[str, ChatRole]] = {
 }  # fmt: skip
 
 
-def _answered_call(fields: Fields, calls: CallsParser) -> tuple[str, str]:
+def _answered_call(fields: Fields, calls: CallsParser, given: str | None) -> tuple[str, str]:
     """Return the id and the function of the call that a tool's message answers."""
     call_id = fields.required_text("tool_call_id", max_length=MAX_ID)
     name = calls.name_of(call_id)
@@ -115,6 +123,11 @@ def _answered_call(fields: Fields, calls: CallsParser) -> tuple[str, str]:
             f"'{where}' is the id of no call in 'tool_calls' of the messages before it; send the "
             "assistant's message with the call.",
             param=where,
+        )
+    if given not in (None, name):
+        where = fields.at("name")
+        raise invalid(
+            f"'{where}' must be '{name}', the function of its call, or absent.", param=where
         )
     return call_id, name
 
@@ -179,24 +192,27 @@ class SamplingOptions:
     `given` has those of `PARAMETERS` that the client sets, by name. `logit_bias` has (token id,
     bias) pairs in the order of their ids. `num_logprobs` is the number of most likely tokens to
     return with the chosen one; None returns no log-probabilities. Requests of a larger `priority`
-    run first. `grammar` is what the answer must be, not checked yet; None if it may be anything.
+    run first. `stop_token_ids` end the answer and have no text in it. `grammar` is what the answer
+    must be, not checked yet; None if it may be anything.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
     priority: int = 0
+    stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
 
 
 def check_end(given: Mapping[str, Any], grammar: Grammar | None) -> None:
     """Raise ApiError (400) if an answer with a grammar should not end where the grammar ends."""
-    if grammar is not None and given.get("ignore_eos"):
-        raise invalid(
-            f"'ignore_eos' and '{grammar.path}' exclude each other: a grammar says where an answer "
-            "ends.",
-            param="ignore_eos",
-        )
+    for name in ("ignore_eos", "min_tokens"):
+        if grammar is not None and given.get(name):
+            raise invalid(
+                f"'{name}' and '{grammar.path}' exclude each other: a grammar says where an answer "
+                "ends. Leave one of them out.",
+                param=name,
+            )
 
 
 def parse_sampling(
@@ -221,8 +237,19 @@ def parse_sampling(
         num_logprobs=num_logprobs,
         # In vLLM's API the smaller value runs first; internally the larger does.
         priority=-(priority or 0),
+        stop_token_ids=_stop_token_ids(fields),
         grammar=grammar,
     )
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    ids = fields.array("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS) or []
+    if any(type(one) is not int or not 0 <= one <= MAX_TOKEN_ID for one in ids):
+        raise invalid(
+            f"'stop_token_ids' must have integers from 0 to {MAX_TOKEN_ID}.",
+            param="stop_token_ids",
+        )
+    return tuple(dict.fromkeys(ids))
 
 
 def chat_logprobs(fields: Fields) -> int | None:
@@ -270,6 +297,7 @@ MAX_TOKENS = 2**20
 MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 64
 MAX_SESSION_KEY = 256
 
 

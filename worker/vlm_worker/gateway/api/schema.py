@@ -280,8 +280,10 @@ EXTRA: Final = (
         "`off`, `low`, `medium`, `high` or `auto`: visual tokens of images of `detail: auto`, if "
         "the service allows it ([visual tokens](visual-tokens.md)); a completion has no images",
     ),
-    _refused("min_tokens", "an answer may end at its first token; `ignore_eos` is taken"),
-    _refused("stop_token_ids", "answers end by text: send `stop`"),
+    _supported(
+        "stop_token_ids",
+        "up to 64 token ids: the answer ends before the first of them, with `stop`",
+    ),
     _refused("bad_words", "send a `logit_bias` of -100"),
     _refused("prompt_logprobs", "`logprobs` are of the answer"),
     _refused("guided_json", "send `response_format` of type `json_schema` to chat completions"),
@@ -299,7 +301,11 @@ MESSAGE: Final = (
     _supported(
         "reasoning_content", "of an assistant; the chat template may leave it out, as in training"
     ),
-    _refused("name", "the chat template knows no names"),
+    _supported(
+        "name",
+        "1 to 64 characters; `message.name` of the chat template, without effect if it writes no "
+        "names; of a tool: the function of its call",
+    ),
     _neutral("annotations", "an answer's own field, given back", ([],)),
     _unread(
         "parsed",

@@ -331,7 +331,7 @@ class Routing:
         prepared = self.prepared
         sampling = prepared.sampling
         needs = bool(prepared.images), sampling.max_tokens > 1, bool(sampling.grammar)
-        return (stage, prepared.inline, *needs)
+        return (stage, prepared.inline, *needs, bool(sampling.min_tokens))
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether only an encoder pod can help."""
