@@ -27,8 +27,10 @@ from vlm_worker.gateway.api.requests import SamplingOptions, parse_chat, parse_c
 from vlm_worker.gateway.api.schema import (
     CHAT,
     COMPLETION,
+    DETOKENIZE,
     EXTRA,
     MESSAGE,
+    TOKENIZE,
     Parameter,
     Support,
 )
@@ -76,6 +78,8 @@ def documented(heading: str) -> list[tuple[str, str, str]]:
         ("## Chat: `/v1/chat/completions`", CHAT),
         ("### Fields of a message", MESSAGE),
         ("## Completions: `/v1/completions`", COMPLETION),
+        ("### `/tokenize`", TOKENIZE),
+        ("### `/detokenize`", DETOKENIZE),
         ("## Beyond OpenAI's", EXTRA),
     ],
 )

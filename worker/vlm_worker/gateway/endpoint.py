@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
-class _Exchange:
+class Exchange:
     """The content of a request's log line. Its endpoint call is the only writer."""
 
     request_id: str
@@ -92,11 +92,12 @@ class Endpoint:
         self._dialect = dialect
         self._kind = kind
         self._shape = ChatShape() if kind == "chat" else CompletionShape()
+        self._operation = "chat" if kind == "chat" else "text_completion"
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request. It always ends with an answer or error, and with one log line."""
         state = scope["state"]
-        exchange = _Exchange(
+        exchange = Exchange(
             state["request_id"],
             state["tenant"],
             state["client_request_id"],
@@ -134,7 +135,7 @@ class Endpoint:
             self._log(exchange)
 
     async def _exchange(
-        self, exchange: _Exchange, scope: dict[str, Any], receive: Receive, response: Response
+        self, exchange: Exchange, scope: dict[str, Any], receive: Receive, response: Response
     ) -> None:
         context, held = self._context, exchange.held
         if context.refusing:
@@ -188,7 +189,7 @@ class Endpoint:
         return until_disconnect(receive), drain_deadline(self._context), deadline(trace, until)
 
     async def _prepare(
-        self, body: BodyBytes, exchange: _Exchange, trace: Trace, guard: Guard
+        self, body: BodyBytes, exchange: Exchange, trace: Trace, guard: Guard
     ) -> tuple[PreparedRequest, Options]:
         context = self._context
         if delay := context.settings.delays.get("gateway"):
@@ -265,7 +266,7 @@ class Endpoint:
 
         return on_token
 
-    def _log(self, exchange: _Exchange) -> None:
+    def _log(self, exchange: Exchange) -> None:
         trace, choices, options = exchange.trace, exchange.choices, exchange.options
         ttft = trace.ttft if trace is not None and trace.first_byte is not None else None
         logger.info(
@@ -290,10 +291,10 @@ class Endpoint:
         if self._context.tracer is not None:
             self._context.tracer.request(exchange.request_id, self._span(exchange, ttft))
 
-    def _span(self, exchange: _Exchange, ttft: float | None) -> Span:
+    def _span(self, exchange: Exchange, ttft: float | None) -> Span:
         """The root span of a request that ends now, with OpenTelemetry's names for its facts."""
         trace, choices, options = exchange.trace, exchange.choices, exchange.options
-        operation = "chat" if self._kind == "chat" else "text_completion"
+        operation = self._operation
         facts: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": options.model if options else None,

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
@@ -28,7 +28,12 @@ from vlm_worker.gateway.api.requests import (
 )
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
 from vlm_worker.gateway.config import Admission, Config, Salts
-from vlm_worker.gateway.conversation import Conversation, client_texts
+from vlm_worker.gateway.conversation import (
+    Conversation,
+    client_texts,
+    conversation_without,
+    without_images,
+)
 from vlm_worker.gateway.dialect import Dialect
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
@@ -108,23 +113,46 @@ class Preparer:
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
             parsed, chat = await self.turns.run(self._read_chat(body, held, dialect))
-            if chat.options.sampling.grammar is not None:
-                await self.grammar_checks.check(chat.options.sampling.grammar)
-            fetched = await self._fetch(chat, config, held, trace, guard)
-            images = await self.turns.run(self._read_images(chat, parsed, fetched, config, tenant))
-            return await self.chat(chat, images, config, **ids), chat.options
+            prepared = await self.chat_with_images(
+                chat, parsed, config, held=held, trace=trace, guard=guard, **ids
+            )
+            return prepared, chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
         return await self.completion(completion, config, **ids), completion.options
+
+    async def chat_with_images(
+        self,
+        request: ChatRequest,
+        parsed: JsonBody,
+        config: Config,
+        *,
+        held: MemoryReservation,
+        request_id: str,
+        tenant: str,
+        trace: Trace,
+        guard: Guard,
+    ) -> PreparedRequest:
+        """Fetch and check the images of a chat, and prepare it. Raises as `read` does."""
+        if request.options.sampling.grammar is not None:
+            await self.grammar_checks.check(request.options.sampling.grammar)
+        fetched = await self._fetch(request, config, held, trace, guard)
+        images = await self.turns.run(self._read_images(request, parsed, fetched, config, tenant))
+        return await self.chat(request, images, config, request_id=request_id, tenant=tenant)
 
     def _read_chat(
         self, body: BodyBytes, held: MemoryReservation, dialect: Dialect
     ) -> Steps[tuple[JsonBody, ChatRequest]]:
         parsed = yield from read_json(body, lambda b, v: held.decode(b, v * dialect.num_copies))
-        request = yield from parse_chat((yield from dialect.translate(parsed.value)))
+        chat = yield from dialect.translate(parsed.value)
+        return parsed, (yield from self.checked_chat(parsed, chat))
+
+    def checked_chat(self, parsed: JsonBody, chat: dict[str, Any]) -> Steps[ChatRequest]:
+        """Check the chat that a body has or asks for. Raises ApiError that names the field."""
+        request = yield from parse_chat(chat)
         _check_urls(parsed, request.images)
         self.check_model(request.options.model)
-        return parsed, request
+        return request
 
     async def _fetch(
         self,
@@ -181,9 +209,9 @@ class Preparer:
         request_id: str,
         tenant: str,
     ) -> PreparedRequest:
-        messages = _without(request.messages, [i for i, p in enumerate(checked) if p is None])
+        messages = without_images(request.messages, [i for i, p in enumerate(checked) if p is None])
         images = tuple(p for p in checked if p is not None)
-        said = Conversation(messages, request.tools.offered, request.reasoning_effort)
+        said = Conversation(messages, request.tools.offered, request.reasoning_effort, request.asks)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
         if said.tools or any(m.tool_calls or m.reasoning for m in messages):
             texts = client_texts(said)
@@ -196,7 +224,7 @@ class Preparer:
         if self.session_prefetch and not fitted.dropped and fitted.images == images:
             next_turn = self._next_turn(messages, images)
         if fitted.dropped or fitted.images != images:
-            said = _conversation_without(said, fitted.dropped)
+            said = conversation_without(said, fitted.dropped)
             images = tuple(p for i, p in enumerate(fitted.images) if i not in fitted.dropped)
             prompt = await self._prompt(said, images, num_bytes)
 
@@ -204,7 +232,7 @@ class Preparer:
             if not dropped:
                 return prompt
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
-            return self._chat_prompt(_conversation_without(said, dropped), counts)
+            return self._chat_prompt(conversation_without(said, dropped), counts)
 
         form = self._answer_form(request, prompt.opening)
         ask = dataclasses.replace(ask, options=await self._enforcing(request, form))
@@ -306,12 +334,21 @@ class Preparer:
         self, request: CompletionRequest, config: Config, *, request_id: str, tenant: str
     ) -> PreparedRequest:
         self.check_model(request.options.model)
-        num_bytes = self._check_length([request.prompt], config, "prompt")
-        prompt = await _encode(
-            functools.partial(self.prompt_builder.completion, request.prompt), num_bytes
-        )
+        prompt, num_bytes = await self.text_prompt(request.prompt, config)
         ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="prompt")
         return self._prepared_request(ask, lambda _: prompt, ())
+
+    async def text_prompt(
+        self, text: str, config: Config, *, is_bare: bool = False
+    ) -> tuple[Prompt, int]:
+        """Build the prompt of a text; also returns the bytes of the text.
+
+        Raises:
+            ApiError: 400 `context_length_exceeded`.
+        """
+        num_bytes = self._check_length([text], config, "prompt")
+        build = functools.partial(self.prompt_builder.completion, text, is_bare=is_bare)
+        return await _encode(build, num_bytes), num_bytes
 
     def _prepared_request(
         self,
@@ -398,10 +435,6 @@ class _Ask:
     param: str
 
 
-def _conversation_without(said: Conversation, dropped: Collection[int]) -> Conversation:
-    return dataclasses.replace(said, messages=_without(said.messages, sorted(dropped)))
-
-
 def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
     """Raise ApiError (400) if a long data URL is not the URL of an image part."""
     if sum(image.url in body.images for image in images) != len(body.images):
@@ -428,26 +461,6 @@ def max_wait_seconds(admission: Admission) -> float:
 
 async def _encode(encode: Callable[[], Prompt], num_bytes: int) -> Prompt:
     return await asyncio.to_thread(encode) if num_bytes > LONG_TEXT_BYTES else encode()
-
-
-def _without(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Message, ...]:
-    """Return the conversation without the images whose indices are in `dropped`."""
-    if not dropped:
-        return tuple(messages)
-    kept, index = [], 0
-    for message in messages:
-        if isinstance(message.content, str):
-            kept.append(message)
-            continue
-        parts: list[TextPart | ImagePart] = []
-        for part in message.content:
-            if isinstance(part, ImagePart):
-                index += 1
-                if index - 1 in dropped:
-                    continue
-            parts.append(part)
-        kept.append(dataclasses.replace(message, content=tuple(parts)))
-    return tuple(kept)
 
 
 def _sampling(

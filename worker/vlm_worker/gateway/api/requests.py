@@ -293,7 +293,10 @@ _NO_TOOLS: Final = ToolUse()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat. If `is_session`, the client named the conversation by `prompt_cache_key`."""
+    """A chat. If `is_session`, the client named the conversation by `prompt_cache_key`.
+
+    If it `asks`, the prompt ends with the beginning of an answer.
+    """
 
     options: Options
     messages: tuple[Message, ...]
@@ -301,6 +304,7 @@ class ChatRequest:
     tools: ToolUse = _NO_TOOLS
     reasoning_effort: Effort | None = None
     is_session: bool = False
+    asks: bool = True
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
