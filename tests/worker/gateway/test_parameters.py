@@ -50,6 +50,7 @@ VALUES: dict[str, Any] = {
     "ignore_eos": True, "priority": -5, "best_of": 1, "visual": "low", "reasoning_effort": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "response_format": {"type": "json_object"}, "prompt_cache_key": "c",
+    "echo": True,
 }  # fmt: skip
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 # What goes only with something else, or has another form at the other endpoint.

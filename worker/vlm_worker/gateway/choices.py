@@ -6,6 +6,9 @@ choice 0  encode ─ prefill ─ token ─ token ─ ...
 choice 1                       └─ prefill, its prompt cached ─ token ─ ...
 choice 2                       └─ ...
 
+Of several prompts, all first choices start at once. The indices of choices follow the order of
+prompts. Each prompt is a request to the pool, as if it were alone.
+
 The workers encode the images and compute the prompt once. For the workers each choice is a separate
 request that hits the caches which the first one filled. The gateway sends the image bytes once per
 choice, because the encoder looks up its cache by them. The choices differ only in their seeds. If
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.orchestrate.generation import AdmissionTicket, Generation, Routing
@@ -32,29 +36,36 @@ class Choices:
     def __init__(
         self,
         context: GatewayContext,
-        prepared: PreparedRequest,
+        requests: Sequence[PreparedRequest],
         count: int,
         *,
         writer: ResponseWriter,
         trace: Trace,
-        ticket: AdmissionTicket,
+        tickets: Sequence[AdmissionTicket],
     ) -> None:
-        """`trace` gets the times of the first choice."""
+        """`requests` and `tickets` have one per prompt; `count` is the number of choices of each.
+
+        `trace` gets the times of the first choice.
+        """
         self._writer = writer
-        self._begun = asyncio.Event()
+        self._count = count
+        self._begun = [asyncio.Event() for _ in requests]
         self._generations = [
             Generation(
                 Routing(
-                    request_of_choice(prepared, index),
-                    trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
+                    request_of_choice(prepared, choice, number=prompt * count + choice),
+                    trace
+                    if prompt == choice == 0
+                    else Trace(received=trace.received, clock=trace.clock),
                     context.registry,
                     context.retry_policy,
                     writer.heartbeat,
                 ),
-                self._emit(index),
+                self._emit(prompt * count + choice),
                 ticket=ticket,
             )
-            for index in range(count)
+            for prompt, (prepared, ticket) in enumerate(zip(requests, tickets, strict=True))
+            for choice in range(count)
         ]
 
     @property
@@ -90,36 +101,45 @@ class Choices:
         await self._writer.end(self._usage())
 
     async def _answer(self, index: int) -> None:
-        if index > 0:
-            await self._begun.wait()
+        prompt, choice = divmod(index, self._count)
+        if choice > 0:
+            await self._begun[prompt].wait()
         reason = await self._generations[index].run()
         await self._writer.finish(index, reason)
 
     def _emit(self, index: int) -> Emit:
         async def emit(token_id: int, logprobs: TokenLogprobs | None) -> bool:
             more = await self._writer.emit(index, token_id, logprobs)
-            self._begun.set()
+            self._begun[index // self._count].set()
             return more
 
         return emit
 
     def _usage(self) -> Usage:
-        first = self._generations[0].delivered
-        assert first.prompt is not None
+        firsts = [one.delivered for one in self._generations[:: self._count]]
+        prompts = [one.prompt for one in firsts if one.prompt is not None]
+        assert len(prompts) == len(firsts)
         return Usage(
-            image_tokens=first.prompt.num_image_tokens,
-            text_tokens=first.prompt.num_text_tokens,
-            cached_tokens=first.num_cached_tokens,
+            image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
+            text_tokens=sum(prompt.num_text_tokens for prompt in prompts),
+            cached_tokens=sum(one.num_cached_tokens for one in firsts),
             completion_tokens=self.num_output_tokens,
         )
 
 
-def request_of_choice(prepared: PreparedRequest, index: int) -> PreparedRequest:
-    """The request of one choice. The first keeps the id and the seed; the others get new ones."""
-    if index == 0:
+def request_of_choice(
+    prepared: PreparedRequest, choice: int, *, number: int | None = None
+) -> PreparedRequest:
+    """The request of one choice of a prompt; `number` counts the choices of all prompts.
+
+    The first choice keeps the seed, and the first of all the id; the others get new ones.
+    """
+    number = choice if number is None else number
+    if number > 0:
+        prepared = dataclasses.replace(prepared, request_id=f"{prepared.request_id}:{number}")
+    if choice == 0:
         return prepared
-    digest = hashlib.blake2b(f"{prepared.sampling.seed}/{index}".encode(), digest_size=8).digest()
+    seed = f"{prepared.sampling.seed}/{choice}".encode()
+    digest = hashlib.blake2b(seed, digest_size=8).digest()
     sampling = dataclasses.replace(prepared.sampling, seed=int.from_bytes(digest))
-    return dataclasses.replace(
-        prepared, request_id=f"{prepared.request_id}:{index}", sampling=sampling
-    )
+    return dataclasses.replace(prepared, sampling=sampling)

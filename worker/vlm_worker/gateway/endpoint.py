@@ -135,29 +135,36 @@ class Endpoint:
             trace = exchange.trace = Trace(received=context.clock(), clock=context.clock)
             until = None if timeout is None else trace.received + timeout
             # pass on the only reference, so that the body is freed once it is parsed
-            prepared, options = await self._prepare(
+            requests, options = await self._prepare(
                 body.pop(),
                 exchange,
                 trace,
                 lambda work: run_until_ended(work, ends=self._ends(receive, trace, until)),
             )
             exchange.options = options
-            held.prepared(prepared.num_bytes + exchange.dialect.num_bytes)
+            prepared = requests[0]
+            held.prepared(sum(one.num_bytes for one in requests) + exchange.dialect.num_bytes)
             texts: list[str] = []
             follows = prepared.next_turn is not None and options.num_choices == 1
             on_text = texts.append if follows else None
-            writer = self._writer(response, options, prepared, trace, exchange.dialect, on_text)
+            writer = self._writer(response, options, requests, trace, exchange.dialect, on_text)
             images = prepared.images
             tiers = [image.choice.tier for image in images]
             context.meters.record_images(tiers, sum(image.num_tokens for image in images))
-            choices = exchange.choices = Choices(
-                context, prepared, options.num_choices, writer=writer, trace=trace, ticket=ticket
-            )
-            ends = self._ends(receive, trace, until)
-            try:
-                await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
-            except WorkerError as error:
-                raise _answer_to(error, exchange.request_id, images) from error
+            with limit.enter_more(ticket, len(requests)) as tickets:
+                choices = exchange.choices = Choices(
+                    context,
+                    requests,
+                    options.num_choices,
+                    writer=writer,
+                    trace=trace,
+                    tickets=tickets,
+                )
+                ends = self._ends(receive, trace, until)
+                try:
+                    await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
+                except WorkerError as error:
+                    raise _answer_to(error, exchange.request_id, images) from error
             if follows:
                 self._prefetch(prepared, choices.first, "".join(texts))
 
@@ -177,7 +184,7 @@ class Endpoint:
 
     async def _prepare(
         self, body: BodyBytes, exchange: Exchange, trace: Trace, guard: Guard
-    ) -> tuple[PreparedRequest, Options]:
+    ) -> tuple[tuple[PreparedRequest, ...], Options]:
         context = self._context
         if delay := context.settings.delays.get("gateway"):
             await asyncio.sleep(delay)
@@ -197,11 +204,12 @@ class Endpoint:
         self,
         response: Response,
         options: Options,
-        prepared: PreparedRequest,
+        requests: Sequence[PreparedRequest],
         trace: Trace,
         dialect: Dialect,
         on_text: Callable[[str], object] | None,
     ) -> ResponseWriter:
+        prepared = requests[0]
         builder, form = self._context.prompt_builder, prepared.answer_form
         envelope = Envelope(
             shape=self._shape,
@@ -221,11 +229,12 @@ class Endpoint:
                     stop=options.stop,
                     kept_ids=form.kept_ids if form else frozenset(),
                 )
-                for _ in range(options.num_choices)
+                for _ in range(len(requests) * options.num_choices)
             ],
+            echoes=[one.echo for one in requests for _ in range(options.num_choices)],
             readers=[
                 form.reader(prepared.request_id, choice) if form else None
-                for choice in range(options.num_choices)
+                for choice in range(len(requests) * options.num_choices)
             ],
             with_logprobs=options.sampling.num_logprobs is not None,
             trace=trace,

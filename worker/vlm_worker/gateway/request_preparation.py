@@ -11,8 +11,9 @@ import functools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from vlm_worker.gateway.api.completion_prompts import GivenPrompt
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
@@ -27,7 +28,7 @@ from vlm_worker.gateway.api.requests import (
     parse_completion,
 )
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
-from vlm_worker.gateway.config import Admission, Config, Salts
+from vlm_worker.gateway.config import Config, Salts, max_hold_seconds, max_wait_seconds
 from vlm_worker.gateway.conversation import (
     Conversation,
     client_texts,
@@ -51,14 +52,16 @@ from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
 from vlm_worker.types import SamplingParams
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
 LONG_TEXT_BYTES = 32 * 1024
+# An id in a tuple: the integer and the reference to it.
+_ID_BYTES = 36
 # Reductions that depend on the question or on load: the next turn may have another.
 _WHY_OF_ONE_TURN = frozenset({Why.CLASS, Why.LOAD, Why.CONTEXT})
-# No request waits longer than this for free KV.
-MAX_WAIT_SECONDS = 600.0
 
 
 Fetched = Mapping[int, bytearray]
@@ -99,8 +102,8 @@ class Preparer:
         tenant: str,
         trace: Trace,
         guard: Guard,
-    ) -> tuple[PreparedRequest, Options]:
-        """Prepare the request in a body; also returns the options of the response.
+    ) -> tuple[tuple[PreparedRequest, ...], Options]:
+        """Prepare the requests in a body, one per prompt; also returns the response's options.
 
         The result holds no reference to the body. `held` counts the body's bytes and its values,
         and the images that are fetched. `trace` gets the time of the fetches, and `guard` ends
@@ -116,10 +119,10 @@ class Preparer:
             prepared = await self.chat_with_images(
                 chat, parsed, config, held=held, trace=trace, guard=guard, **ids
             )
-            return prepared, chat.options
+            return (prepared,), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
-        return await self.completion(completion, config, **ids), completion.options
+        return await self.completions(completion, config, **ids), completion.options
 
     async def chat_with_images(
         self,
@@ -330,25 +333,49 @@ class Preparer:
             )
         return fitted
 
-    async def completion(
+    async def completions(
         self, request: CompletionRequest, config: Config, *, request_id: str, tenant: str
-    ) -> PreparedRequest:
-        self.check_model(request.options.model)
-        prompt, num_bytes = await self.text_prompt(request.prompt, config)
-        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="prompt")
-        return self._prepared_request(ask, lambda _: prompt, ())
+    ) -> tuple[PreparedRequest, ...]:
+        """Prepare a request per prompt. Each is as if it were alone.
 
-    async def text_prompt(
-        self, text: str, config: Config, *, is_bare: bool = False
-    ) -> tuple[Prompt, int]:
-        """Build the prompt of a text; also returns the bytes of the text.
+        Raises:
+            ApiError: the first invalid prompt; the error names it.
+        """
+        self.check_model(request.options.model)
+        num_bytes = [self._check_given(given, config) for given in request.prompts]
+        prepared = []
+        for given, num_text_bytes in zip(request.prompts, num_bytes, strict=True):
+            build = functools.partial(self._given_prompt, given, echo=request.echo)
+            prompt, echo = await _encode(build, sum(num_bytes))
+            ask = _Ask(request.options, config, request_id, tenant, num_text_bytes, given.path)
+            without = functools.partial(_unchanged, prompt)
+            one = self._prepared_request(ask, without, ())
+            prepared.append(dataclasses.replace(one, echo=echo))
+        return tuple(prepared)
+
+    def _check_given(self, given: GivenPrompt, config: Config) -> int:
+        """Check a prompt before it is encoded; return its bytes."""
+        if isinstance(given.content, str):
+            return self._check_length([given.content], config, given.path)
+        self.prompt_builder.check_ids(given.content, given.path, with_images=False)
+        return _ID_BYTES * len(given.content)
+
+    def _given_prompt(self, given: GivenPrompt, *, echo: bool) -> tuple[Prompt, str]:
+        """Build a prompt. With `echo`, also return its text, else ""."""
+        builder, content = self.prompt_builder, given.content
+        if isinstance(content, str):
+            return builder.completion(content), content if echo else ""
+        return Prompt(content), builder.text_of(content) if echo else ""
+
+    async def text_prompt(self, text: str, config: Config, *, is_bare: bool = False) -> Prompt:
+        """Build the prompt of a text.
 
         Raises:
             ApiError: 400 `context_length_exceeded`.
         """
         num_bytes = self._check_length([text], config, "prompt")
         build = functools.partial(self.prompt_builder.completion, text, is_bare=is_bare)
-        return await _encode(build, num_bytes), num_bytes
+        return await _encode(build, num_bytes)
 
     def _prepared_request(
         self,
@@ -444,22 +471,13 @@ def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
         )
 
 
-def max_hold_seconds(config: Config) -> float:
-    """Return how long a request with images waits for a pool at zero to have an encoder."""
-    if config.on_demand != "Queue":
-        return 0.0
-    bound = config.admission.max_queue_seconds
-    return MAX_WAIT_SECONDS if bound is None else min(bound, MAX_WAIT_SECONDS)
+def _unchanged(prompt: Prompt, dropped: frozenset[int]) -> Prompt:
+    """Return the prompt of a request without images."""
+    assert not dropped
+    return prompt
 
 
-def max_wait_seconds(admission: Admission) -> float:
-    """Return how long a request may wait for admission before it is rejected."""
-    if admission.on_exceeded == "Reject" and admission.max_queue_seconds is not None:
-        return min(admission.max_queue_seconds, MAX_WAIT_SECONDS)
-    return MAX_WAIT_SECONDS
-
-
-async def _encode(encode: Callable[[], Prompt], num_bytes: int) -> Prompt:
+async def _encode(encode: Callable[[], T], num_bytes: int) -> T:
     return await asyncio.to_thread(encode) if num_bytes > LONG_TEXT_BYTES else encode()
 
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from vlm_worker.gateway.api import errors, schema
 from vlm_worker.gateway.api.errors import invalid, unsupported
-from vlm_worker.gateway.api.requests import MAX_TEXT, ChatRequest
-from vlm_worker.gateway.api.schema import Fields, check_token_ids, refuse
+from vlm_worker.gateway.api.requests import ChatRequest
+from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, check_token_ids, refuse
 from vlm_worker.gateway.body import (
     BodyBytes,
     JsonBody,
@@ -137,7 +137,7 @@ class TokenizeEndpoint(_Alone):
             )
             prompt = prepared.prompt_without(frozenset())
         else:
-            prompt, _ = await preparer.text_prompt(request.text, config, is_bare=request.is_bare)
+            prompt = await preparer.text_prompt(request.text, config, is_bare=request.is_bare)
         limit = preparer.context(config)
         check_context(prompt, None, limit, param="prompt", max_tokens_param="max_tokens")
         return await _run(lambda: self._written(prompt, limit, with_strings), len(prompt.token_ids))

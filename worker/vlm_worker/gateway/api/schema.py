@@ -19,6 +19,8 @@ from vlm_worker.types import PARAMETERS
 
 # Similarity of names that differ by a letter or two.
 _TYPO = 0.85
+# Characters of one text.
+MAX_TEXT: Final = 4 * 2**20
 
 
 class Fields:
@@ -271,12 +273,14 @@ CHAT: Final = (
 )
 
 COMPLETION: Final = (
-    _supported("prompt", "required: one string, or an array of one"),
-    _supported("max_tokens", "1 to the context; default: 16, as with OpenAI"),
+    _supported(
+        "prompt", "required: a string, token ids, or an array of up to 16 of these; see below"
+    ),
+    _supported("max_tokens", "1 to the context, with `echo` too; default: 16, as with OpenAI"),
     *_SHARED,
     _supported("logprobs", "0 to 20 likeliest tokens beside each of the answer's; see below"),
     _supported("best_of", "the same as `n`: every choice is returned"),
-    _neutral("echo", "the prompt is not repeated", (False,)),
+    _supported("echo", "true: each text begins with that of its prompt; not with `logprobs`"),
     _refused("suffix", "the model completes, it does not fill in"),
 )
 
