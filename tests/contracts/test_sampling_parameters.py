@@ -29,7 +29,7 @@ MEANINGS = {
     "top_p": {"worker/vlm_worker/gateway/request_preparation.py"},
     "seed": {
         "worker/vlm_worker/gateway/request_preparation.py",  # random if the client sends none
-        "worker/vlm_worker/gateway/endpoint.py",  # each choice has its own seed
+        "worker/vlm_worker/gateway/choices.py",  # each choice has its own seed
         "worker/vlm_worker/testing.py",
     },
     "min_tokens": {

@@ -12,7 +12,7 @@ import pytest
 from worker.gateway.image_files import ask, png
 from worker.gateway.stack import EPD, ONE_PROCESS, TOPOLOGIES, Stack, client, stack, stack_of
 
-from vlm_worker.gateway.endpoint import request_of_choice
+from vlm_worker.gateway.choices import request_of_choice
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt

@@ -27,8 +27,10 @@ from vlm_worker.gateway.api.requests import SamplingOptions, parse_chat, parse_c
 from vlm_worker.gateway.api.schema import (
     CHAT,
     COMPLETION,
+    DETOKENIZE,
     EXTRA,
     MESSAGE,
+    TOKENIZE,
     Parameter,
     Support,
 )
@@ -48,7 +50,7 @@ VALUES: dict[str, Any] = {
     "ignore_eos": True, "priority": -5, "best_of": 1, "visual": "low", "reasoning_effort": "low",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "response_format": {"type": "json_object"}, "prompt_cache_key": "c",
-    "stop_token_ids": [3], "min_tokens": 2, "name": "ada",
+    "stop_token_ids": [3], "min_tokens": 2, "name": "ada", "echo": True,
 }  # fmt: skip
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 # What goes only with something else, or has another form at the other endpoint.
@@ -77,6 +79,8 @@ def documented(heading: str) -> list[tuple[str, str, str]]:
         ("## Chat: `/v1/chat/completions`", CHAT),
         ("### Fields of a message", MESSAGE),
         ("## Completions: `/v1/completions`", COMPLETION),
+        ("### `/tokenize`", TOKENIZE),
+        ("### `/detokenize`", DETOKENIZE),
         ("## Beyond OpenAI's", EXTRA),
     ],
 )

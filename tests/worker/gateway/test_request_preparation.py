@@ -41,7 +41,8 @@ def prepared(tmp_path: Path, generation: dict[str, Any]) -> Preparer:
 
 async def prepared_request(preparer: Preparer, **said: Any) -> PreparedRequest:
     request = parse_completion({"model": "m", "prompt": "red", "seed": 3, **said})
-    return await preparer.completion(request, Config(), request_id="r", tenant="t")
+    (one,) = await preparer.completions(request, Config(), request_id="r", tenant="t")
+    return one
 
 
 async def test_the_model_s_defaults_hold_where_the_client_says_nothing(preparer: Preparer) -> None:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 RELOAD_SECONDS = 1.0
 MAX_KEY_BYTES = 4096
 SECRET_BYTES = 32
+# No request waits longer than this for free KV.
+MAX_WAIT_SECONDS = 600.0
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -75,6 +77,21 @@ class Config(msgspec.Struct, frozen=True):
     wake_timeout_seconds: float | None = None  # None: the service never scales to zero
     admission: Admission = Admission()
     media: Media = Media()
+
+
+def max_hold_seconds(config: Config) -> float:
+    """Return how long a request with images waits for a pool at zero to have an encoder."""
+    if config.on_demand != "Queue":
+        return 0.0
+    bound = config.admission.max_queue_seconds
+    return MAX_WAIT_SECONDS if bound is None else min(bound, MAX_WAIT_SECONDS)
+
+
+def max_wait_seconds(admission: Admission) -> float:
+    """Return how long a request may wait for admission before it is rejected."""
+    if admission.on_exceeded == "Reject" and admission.max_queue_seconds is not None:
+        return min(admission.max_queue_seconds, MAX_WAIT_SECONDS)
+    return MAX_WAIT_SECONDS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from vlm_worker.gateway.api.requests import Effort, ImagePart, Message
+from vlm_worker.gateway.api.requests import Effort, ImagePart, Message, TextPart
 from vlm_worker.gateway.api.tools import Tool, ToolCall
 
 Change = Callable[[str], str]
@@ -54,11 +54,15 @@ class TemplateFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is rendered. `effort` is the request's `reasoning_effort`."""
+    """What is rendered. `effort` is the request's `reasoning_effort`.
+
+    If it `asks`, the beginning of the answer follows the messages.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     effort: Effort | None = None
+    asks: bool = True
 
 
 def template_messages(
@@ -179,3 +183,28 @@ def probe_calls() -> Conversation:
         ],
         [_PROBE_TOOL],
     )
+
+
+def conversation_without(said: Conversation, dropped: Collection[int]) -> Conversation:
+    """Return the conversation without the images whose indices are in `dropped`."""
+    return dataclasses.replace(said, messages=without_images(said.messages, sorted(dropped)))
+
+
+def without_images(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Message, ...]:
+    """Return the messages without the images whose indices are in `dropped`."""
+    if not dropped:
+        return tuple(messages)
+    kept, index = [], 0
+    for message in messages:
+        if isinstance(message.content, str):
+            kept.append(message)
+            continue
+        parts: list[TextPart | ImagePart] = []
+        for part in message.content:
+            if isinstance(part, ImagePart):
+                index += 1
+                if index - 1 in dropped:
+                    continue
+            parts.append(part)
+        kept.append(dataclasses.replace(message, content=tuple(parts)))
+    return tuple(kept)

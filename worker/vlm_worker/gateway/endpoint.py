@@ -1,23 +1,12 @@
 """One request of chat completions, completions or responses, from its body to its last event.
 
 A request ends when it is complete, its client leaves, its deadline passes, or the gateway drains.
-With `n` choices, the first starts and the others follow after its first token:
-
-choice 0  encode ─ prefill ─ token ─ token ─ ...
-choice 1                       └─ prefill, its prompt cached ─ token ─ ...
-choice 2                       └─ ...
-
-The workers encode the images and compute the prompt once. For the workers each choice is a separate
-request that hits the caches which the first one filled. The gateway sends the image bytes once per
-choice, because the encoder looks up its cache by them. The choices differ only in their seeds. If
-one choice fails, the answer fails and the others are cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,22 +17,21 @@ from vlm_worker.gateway.api import errors
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Options
 from vlm_worker.gateway.body import BodyBytes, Receive, read_body, timeout_of, until_disconnect
+from vlm_worker.gateway.choices import Choices
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.dialect import Dialect, Kind
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, MemoryReservation
 from vlm_worker.gateway.orchestrate.generation import (
-    AdmissionTicket,
     Generation,
     NoEncoderError,
     NoRouteError,
-    Routing,
 )
-from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
+from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.orchestrate.wake import NotAwakeError
-from vlm_worker.gateway.request_preparation import Guard
+from vlm_worker.gateway.request_guard import Guard
 from vlm_worker.gateway.responses import (
     ChatShape,
     ClientGoneError,
@@ -52,12 +40,11 @@ from vlm_worker.gateway.responses import (
     Response,
     ResponseWriter,
     Send,
-    Usage,
 )
 from vlm_worker.gateway.session_prefetch import EndedTurn
 from vlm_worker.route import NO_MINIMUM, UNCONSTRAINED
 from vlm_worker.telemetry import REQUEST_ID, Span
-from vlm_worker.types import Modality, TokenLogprobs
+from vlm_worker.types import Modality
 
 T = TypeVar("T")
 
@@ -65,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
-class _Exchange:
+class Exchange:
     """The content of a request's log line. Its endpoint call is the only writer."""
 
     request_id: str
@@ -92,11 +79,12 @@ class Endpoint:
         self._dialect = dialect
         self._kind = kind
         self._shape = ChatShape() if kind == "chat" else CompletionShape()
+        self._operation = "chat" if kind == "chat" else "text_completion"
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request. It always ends with an answer or error, and with one log line."""
         state = scope["state"]
-        exchange = _Exchange(
+        exchange = Exchange(
             state["request_id"],
             state["tenant"],
             state["client_request_id"],
@@ -134,7 +122,7 @@ class Endpoint:
             self._log(exchange)
 
     async def _exchange(
-        self, exchange: _Exchange, scope: dict[str, Any], receive: Receive, response: Response
+        self, exchange: Exchange, scope: dict[str, Any], receive: Receive, response: Response
     ) -> None:
         context, held = self._context, exchange.held
         if context.refusing:
@@ -152,24 +140,31 @@ class Endpoint:
                     return await run_until_ended(work, ends=self._ends(receive, trace, until))
 
             # pass on the only reference, so that the body is freed once it is parsed
-            prepared, options = await self._prepare(body.pop(), exchange, trace, guard)
+            requests, options = await self._prepare(body.pop(), exchange, trace, guard)
             exchange.options = options
-            held.prepared(prepared.num_bytes + exchange.dialect.num_bytes)
+            prepared = requests[0]
+            held.prepared(sum(one.num_bytes for one in requests) + exchange.dialect.num_bytes)
             texts: list[str] = []
             follows = prepared.next_turn is not None and options.num_choices == 1
             on_text = texts.append if follows else None
-            writer = self._writer(response, options, prepared, trace, exchange.dialect, on_text)
+            writer = self._writer(response, options, requests, trace, exchange.dialect, on_text)
             images = prepared.images
             tiers = [image.choice.tier for image in images]
             context.meters.record_images(tiers, sum(image.num_tokens for image in images))
-            choices = exchange.choices = Choices(
-                context, prepared, options.num_choices, writer=writer, trace=trace, ticket=ticket
-            )
-            ends = self._ends(receive, trace, until)
-            try:
-                await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
-            except WorkerError as error:
-                raise _answer_to(error, exchange.request_id, images) from error
+            with limit.enter_more(ticket, len(requests)) as tickets:
+                choices = exchange.choices = Choices(
+                    context,
+                    requests,
+                    options.num_choices,
+                    writer=writer,
+                    trace=trace,
+                    tickets=tickets,
+                )
+                ends = self._ends(receive, trace, until)
+                try:
+                    await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
+                except WorkerError as error:
+                    raise _answer_to(error, exchange.request_id, images) from error
             if follows:
                 message = writer.message or {"role": "assistant", "content": "".join(texts)}
                 self._prefetch(prepared, choices.first, message)
@@ -193,8 +188,8 @@ class Endpoint:
         return until_disconnect(receive), drain_deadline(self._context), deadline(trace, until)
 
     async def _prepare(
-        self, body: BodyBytes, exchange: _Exchange, trace: Trace, guard: Guard
-    ) -> tuple[PreparedRequest, Options]:
+        self, body: BodyBytes, exchange: Exchange, trace: Trace, guard: Guard
+    ) -> tuple[tuple[PreparedRequest, ...], Options]:
         context = self._context
         if delay := context.settings.delays.get("gateway"):
             await asyncio.sleep(delay)
@@ -214,11 +209,12 @@ class Endpoint:
         self,
         response: Response,
         options: Options,
-        prepared: PreparedRequest,
+        requests: Sequence[PreparedRequest],
         trace: Trace,
         dialect: Dialect,
         on_text: Callable[[str], object] | None,
     ) -> ResponseWriter:
+        prepared = requests[0]
         builder, form = self._context.prompt_builder, prepared.answer_form
         envelope = Envelope(
             shape=self._shape,
@@ -240,11 +236,12 @@ class Endpoint:
                     min_tokens=prepared.sampling.min_tokens,
                     kept_ids=form.kept_ids if form else frozenset(),
                 )
-                for _ in range(options.num_choices)
+                for _ in range(len(requests) * options.num_choices)
             ],
+            echoes=[one.echo for one in requests for _ in range(options.num_choices)],
             readers=[
                 form.reader(prepared.request_id, choice) if form else None
-                for choice in range(options.num_choices)
+                for choice in range(len(requests) * options.num_choices)
             ],
             with_logprobs=options.sampling.num_logprobs is not None,
             trace=trace,
@@ -272,7 +269,7 @@ class Endpoint:
 
         return on_token
 
-    def _log(self, exchange: _Exchange) -> None:
+    def _log(self, exchange: Exchange) -> None:
         trace, choices, options = exchange.trace, exchange.choices, exchange.options
         ttft = trace.ttft if trace is not None and trace.first_byte is not None else None
         logger.info(
@@ -297,10 +294,10 @@ class Endpoint:
         if self._context.tracer is not None:
             self._context.tracer.request(exchange.request_id, self._span(exchange, ttft))
 
-    def _span(self, exchange: _Exchange, ttft: float | None) -> Span:
+    def _span(self, exchange: Exchange, ttft: float | None) -> Span:
         """The root span of a request that ends now, with OpenTelemetry's names for its facts."""
         trace, choices, options = exchange.trace, exchange.choices, exchange.options
-        operation = "chat" if self._kind == "chat" else "text_completion"
+        operation = self._operation
         facts: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": options.model if options else None,
@@ -347,105 +344,6 @@ def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImag
 
 _ABLE = {UNCONSTRAINED: " that constrains answers", NO_MINIMUM: " that obeys 'min_tokens'"}
 """What a worker would have to do, by the reason that there is none."""
-
-
-class Choices:
-    """The choices of one request. `run` is called once."""
-
-    def __init__(
-        self,
-        context: GatewayContext,
-        prepared: PreparedRequest,
-        count: int,
-        *,
-        writer: ResponseWriter,
-        trace: Trace,
-        ticket: AdmissionTicket,
-    ) -> None:
-        """`trace` gets the times of the first choice."""
-        self._writer = writer
-        self._begun = asyncio.Event()
-        self._generations = [
-            Generation(
-                Routing(
-                    request_of_choice(prepared, index),
-                    trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
-                    context.registry,
-                    context.retry_policy,
-                    writer.heartbeat,
-                ),
-                self._emit(index),
-                ticket=ticket,
-            )
-            for index in range(count)
-        ]
-
-    @property
-    def first(self) -> Generation:
-        """The generation of the first choice."""
-        return self._generations[0]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(len(generation.delivered.token_ids) for generation in self._generations)
-
-    @property
-    def num_retries(self) -> int:
-        return sum(generation.num_retries for generation in self._generations)
-
-    @property
-    def routes(self) -> list[dict[str, str]]:
-        """Pods and reasons of the last attempt at each choice that had one."""
-        return [one.route.reasons for one in self._generations if one.route is not None]
-
-    async def run(self) -> None:
-        """Generate all choices and end the response.
-
-        Raises:
-            WorkerError, ClientGoneError: the error of the choice that failed first.
-        """
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(len(self._generations)):
-                    group.create_task(self._answer(index))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        await self._writer.end(self._usage())
-
-    async def _answer(self, index: int) -> None:
-        if index > 0:
-            await self._begun.wait()
-        reason = await self._generations[index].run()
-        await self._writer.finish(index, reason)
-
-    def _emit(self, index: int) -> Emit:
-        async def emit(token_id: int, logprobs: TokenLogprobs | None) -> bool:
-            more = await self._writer.emit(index, token_id, logprobs)
-            self._begun.set()
-            return more
-
-        return emit
-
-    def _usage(self) -> Usage:
-        first = self._generations[0].delivered
-        assert first.prompt is not None
-        return Usage(
-            image_tokens=first.prompt.num_image_tokens,
-            text_tokens=first.prompt.num_text_tokens,
-            cached_tokens=first.num_cached_tokens,
-            completion_tokens=self.num_output_tokens,
-        )
-
-
-def request_of_choice(prepared: PreparedRequest, index: int) -> PreparedRequest:
-    """The request of one choice. The first keeps the id and the seed; the others get new ones."""
-    if index == 0:
-        return prepared
-    digest = hashlib.blake2b(f"{prepared.sampling.seed}/{index}".encode(), digest_size=8).digest()
-    sampling = dataclasses.replace(prepared.sampling, seed=int.from_bytes(digest))
-    return dataclasses.replace(
-        prepared, request_id=f"{prepared.request_id}:{index}", sampling=sampling
-    )
 
 
 PING_SECONDS = 15.0

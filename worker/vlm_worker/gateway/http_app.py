@@ -1,6 +1,7 @@
 """Routes HTTP paths. A middleware assigns request ids and checks keys.
 
 AuthMiddleware ─▶ Router ─▶ /v1/chat/completions  /v1/completions  /v1/responses   Endpoint
+                       /tokenize  /detokenize                                    without workers
                        /v1/models  /v1/models/{id}
                        /healthz  /readyz              /stats and /metrics on the admin port only
 """
@@ -24,6 +25,7 @@ from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.endpoint import Endpoint
 from vlm_worker.gateway.responses import Response, Send, encode
 from vlm_worker.gateway.responses_api.dialect import ResponsesDialect
+from vlm_worker.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,64}")
@@ -36,6 +38,8 @@ def public_app(context: GatewayContext) -> AuthMiddleware:
             Route("/v1/chat/completions", Endpoint(context, "chat"), methods=["POST"]),
             Route("/v1/responses", Endpoint(context, "chat", ResponsesDialect), methods=["POST"]),
             Route("/v1/completions", Endpoint(context, "completion"), methods=["POST"]),
+            Route("/tokenize", TokenizeEndpoint(context), methods=["POST"]),
+            Route("/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
             Route("/v1/models", pages.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", pages.model, methods=["GET"]),
             *pages.common,

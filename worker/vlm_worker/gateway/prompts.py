@@ -135,7 +135,7 @@ class PromptBuilder:
                 param="messages",
                 code="no_chat_template",
             )
-        pieces = self._template.render(conversation)
+        pieces = self._template.render(conversation, asks=conversation.asks)
         token_ids = self._encode(pieces)
         try:
             expanded, offsets = self.family.expand(token_ids, counts)
@@ -219,8 +219,37 @@ class PromptBuilder:
         num_images = common.count(self.family.image_token_id)
         return len(self.family.expand(common, counts[:num_images])[0])
 
-    def completion(self, text: str) -> Prompt:
-        return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))
+    def completion(self, text: str, *, is_bare: bool = False) -> Prompt:
+        """Build the prompt of a text. A bare one lacks what the tokenizer adds around a text."""
+        token_ids = self._pieces.encode([(text, False)])
+        if is_bare:
+            return Prompt(tuple(token_ids))
+        return Prompt((*self._prefix, *token_ids, *self._suffix))
+
+    def check_ids(self, token_ids: Sequence[int], param: str, *, with_images: bool) -> None:
+        """Raise ApiError (400) if an id is no token, or of an image while these are not allowed."""
+        family = self.family
+        of_images = {family.image_token_id, family.marker_token_id}
+        for index, token_id in enumerate(token_ids):
+            where = f"{param}[{index}]"
+            if token_id in of_images:
+                if not with_images:
+                    raise invalid(
+                        f"'{where}' is the placeholder of an image; send images to "
+                        "/v1/chat/completions.",
+                        param=where,
+                    )
+            elif token_id >= family.vocab_size:
+                raise invalid(
+                    f"'{where}' is a token that the model does not have; its ids are below "
+                    f"{family.vocab_size}.",
+                    param=where,
+                )
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens; control tokens have theirs."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
     def min_tokens(self, num_bytes: int) -> int:
         """Return a lower bound on the tokens of `num_bytes` of text, without encoding it."""

@@ -9,10 +9,10 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
+from vlm_worker.gateway.api.completion_prompts import GivenPrompt
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
@@ -20,7 +20,6 @@ from vlm_worker.gateway.api.requests import (
     ImagePart,
     Message,
     Options,
-    SamplingOptions,
     TextPart,
     check_end,
     parse_chat,
@@ -29,8 +28,13 @@ from vlm_worker.gateway.api.requests import (
 )
 from vlm_worker.gateway.api.tools import CallsParser
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
-from vlm_worker.gateway.config import Admission, Config, Salts
-from vlm_worker.gateway.conversation import Conversation, client_texts
+from vlm_worker.gateway.config import Config, Salts, max_hold_seconds, max_wait_seconds
+from vlm_worker.gateway.conversation import (
+    Conversation,
+    client_texts,
+    conversation_without,
+    without_images,
+)
 from vlm_worker.gateway.dialect import Dialect
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
@@ -43,35 +47,24 @@ from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
+from vlm_worker.gateway.request_guard import Guard, unguarded
 from vlm_worker.gateway.responding.enforced import enforced, schemas_of
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
+from vlm_worker.gateway.sampling_defaults import check_min_tokens, check_sampling, sampling_of
 from vlm_worker.gateway.turns import Steps, Turns, at_once
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
-from vlm_worker.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
 LONG_TEXT_BYTES = 32 * 1024
+# An id in a tuple: the integer and the reference to it.
+_ID_BYTES = 36
 # Reductions that depend on the question or on load: the next turn may have another.
 _WHY_OF_ONE_TURN = frozenset({Why.CLASS, Why.LOAD, Why.CONTEXT})
-# No request waits longer than this for free KV.
-MAX_WAIT_SECONDS = 600.0
-
 
 T = TypeVar("T")
 Fetched = Mapping[int, bytearray]
-
-
-class Guard(Protocol):
-    """Awaits what needs no worker, and raises the error of a request that ends meanwhile."""
-
-    async def __call__(self, work: Awaitable[T]) -> T: ...
-
-
-async def unguarded(work: Awaitable[T]) -> T:
-    """Await the work of a request that nothing ends."""
-    return await work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,8 +100,8 @@ class Preparer:
         tenant: str,
         trace: Trace,
         guard: Guard,
-    ) -> tuple[PreparedRequest, Options]:
-        """Prepare the request in a body; also returns the options of the response.
+    ) -> tuple[tuple[PreparedRequest, ...], Options]:
+        """Prepare the requests in a body, one per prompt; also returns the response's options.
 
         The result holds no reference to the body. `held` counts the body's bytes and its values,
         and the images that are fetched. `trace` gets the time of the fetches. `guard` ends fetches
@@ -122,23 +115,48 @@ class Preparer:
         ids = {"request_id": request_id, "tenant": tenant}
         if kind == "chat":
             parsed, chat = await self.turns.run(self._read_chat(body, held, dialect))
-            if chat.options.sampling.grammar is not None:
-                await self._check_grammars((chat.options.sampling.grammar,), tenant, guard)
-            fetched = await self._fetch(chat, config, held, tenant, trace, guard)
-            images = await self.turns.run(self._read_images(chat, parsed, fetched, config, tenant))
-            return await self.chat(chat, images, config, guard=guard, **ids), chat.options
+            prepared = await self.chat_with_images(
+                chat, parsed, config, held=held, trace=trace, guard=guard, **ids
+            )
+            return (prepared,), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
-        return await self.completion(completion, config, **ids), completion.options
+        return await self.completions(completion, config, **ids), completion.options
+
+    async def chat_with_images(
+        self,
+        request: ChatRequest,
+        parsed: JsonBody,
+        config: Config,
+        *,
+        held: MemoryReservation,
+        request_id: str,
+        tenant: str,
+        trace: Trace,
+        guard: Guard,
+    ) -> PreparedRequest:
+        """Fetch and check the images of a chat, and prepare it. Raises as `read` does."""
+        if request.options.sampling.grammar is not None:
+            await self._check_grammars((request.options.sampling.grammar,), tenant, guard)
+        fetched = await self._fetch(request, config, held, tenant, trace, guard)
+        images = await self.turns.run(self._read_images(request, parsed, fetched, config, tenant))
+        return await self.chat(
+            request, images, config, request_id=request_id, tenant=tenant, guard=guard
+        )
 
     def _read_chat(
         self, body: BodyBytes, held: MemoryReservation, dialect: Dialect
     ) -> Steps[tuple[JsonBody, ChatRequest]]:
         parsed = yield from read_json(body, lambda b, v: held.decode(b, v * dialect.num_copies))
-        request = yield from parse_chat((yield from dialect.translate(parsed.value)))
+        chat = yield from dialect.translate(parsed.value)
+        return parsed, (yield from self.checked_chat(parsed, chat))
+
+    def checked_chat(self, parsed: JsonBody, chat: dict[str, Any]) -> Steps[ChatRequest]:
+        """Check the chat that a body has or asks for. Raises ApiError that names the field."""
+        request = yield from parse_chat(chat)
         _check_urls(parsed, request.images)
         self.check_model(request.options.model)
-        return parsed, request
+        return request
 
     async def _check_grammars(self, grammars: Sequence[Grammar], tenant: str, guard: Guard) -> None:
         """Check grammars one after another, so that an error names the first that is refused."""
@@ -208,9 +226,9 @@ class Preparer:
         tenant: str,
         guard: Guard = unguarded,
     ) -> PreparedRequest:
-        messages = _without(request.messages, [i for i, p in enumerate(checked) if p is None])
+        messages = without_images(request.messages, [i for i, p in enumerate(checked) if p is None])
         images = tuple(p for p in checked if p is not None)
-        said = Conversation(messages, request.tools.offered, request.reasoning_effort)
+        said = Conversation(messages, request.tools.offered, request.reasoning_effort, request.asks)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
         if said.tools or any(m.tool_calls or m.reasoning or m.name for m in messages):
             texts = client_texts(said)
@@ -223,7 +241,7 @@ class Preparer:
         if self.session_prefetch and not fitted.dropped and fitted.images == images:
             next_turn = self._next_turn(said, images)
         if fitted.dropped or fitted.images != images:
-            said = _conversation_without(said, fitted.dropped)
+            said = conversation_without(said, fitted.dropped)
             images = tuple(p for i, p in enumerate(fitted.images) if i not in fitted.dropped)
             prompt = await self._prompt(said, images, num_bytes)
 
@@ -231,7 +249,7 @@ class Preparer:
             if not dropped:
                 return prompt
             counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
-            return self._chat_prompt(_conversation_without(said, dropped), counts)
+            return self._chat_prompt(conversation_without(said, dropped), counts)
 
         form = self._answer_form(request, prompt.opening)
         ask = dataclasses.replace(ask, options=await self._enforcing(request, form, tenant, guard))
@@ -338,16 +356,49 @@ class Preparer:
             )
         return fitted
 
-    async def completion(
+    async def completions(
         self, request: CompletionRequest, config: Config, *, request_id: str, tenant: str
-    ) -> PreparedRequest:
+    ) -> tuple[PreparedRequest, ...]:
+        """Prepare a request per prompt. Each is as if it were alone.
+
+        Raises:
+            ApiError: the first invalid prompt; the error names it.
+        """
         self.check_model(request.options.model)
-        num_bytes = self._check_length([request.prompt], config, "prompt")
-        prompt = await _encode(
-            functools.partial(self.prompt_builder.completion, request.prompt), num_bytes
-        )
-        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="prompt")
-        return self._prepared_request(ask, lambda _: prompt, ())
+        num_bytes = [self._check_given(given, config) for given in request.prompts]
+        prepared = []
+        for given, num_text_bytes in zip(request.prompts, num_bytes, strict=True):
+            build = functools.partial(self._given_prompt, given, echo=request.echo)
+            prompt, echo = await _encode(build, sum(num_bytes))
+            ask = _Ask(request.options, config, request_id, tenant, num_text_bytes, given.path)
+            without = functools.partial(_unchanged, prompt)
+            one = self._prepared_request(ask, without, ())
+            prepared.append(dataclasses.replace(one, echo=echo))
+        return tuple(prepared)
+
+    def _check_given(self, given: GivenPrompt, config: Config) -> int:
+        """Check a prompt before it is encoded; return its bytes."""
+        if isinstance(given.content, str):
+            return self._check_length([given.content], config, given.path)
+        self.prompt_builder.check_ids(given.content, given.path, with_images=False)
+        return _ID_BYTES * len(given.content)
+
+    def _given_prompt(self, given: GivenPrompt, *, echo: bool) -> tuple[Prompt, str]:
+        """Build a prompt. With `echo`, also return its text, else ""."""
+        builder, content = self.prompt_builder, given.content
+        if isinstance(content, str):
+            return builder.completion(content), content if echo else ""
+        return Prompt(content), builder.text_of(content) if echo else ""
+
+    async def text_prompt(self, text: str, config: Config, *, is_bare: bool = False) -> Prompt:
+        """Build the prompt of a text.
+
+        Raises:
+            ApiError: 400 `context_length_exceeded`.
+        """
+        num_bytes = self._check_length([text], config, "prompt")
+        build = functools.partial(self.prompt_builder.completion, text, is_bare=is_bare)
+        return await _encode(build, num_bytes)
 
     def _prepared_request(
         self,
@@ -355,7 +406,11 @@ class Preparer:
         prompt_without: Callable[[frozenset[int]], Prompt],
         images: tuple[RequestImage, ...],
     ) -> PreparedRequest:
-        self._check_sampling(ask.options.sampling)
+        check_sampling(
+            ask.options.sampling,
+            vocab_size=self.prompt_builder.family.vocab_size,
+            any_priority=self.any_priority,
+        )
         prompt, cache_salt = prompt_without(frozenset()), self.salts.of(ask.tenant)
         max_tokens = check_context(
             prompt,
@@ -364,12 +419,12 @@ class Preparer:
             param=ask.param,
             max_tokens_param=ask.options.max_tokens_param,
         )
-        _check_min_tokens(ask.options.sampling, max_tokens)
+        check_min_tokens(ask.options.sampling, max_tokens)
         return PreparedRequest(
             request_id=ask.request_id,
             images=images,
             prompt_without=prompt_without,
-            sampling=_sampling(ask.options.sampling, self.prompt_builder.defaults, max_tokens),
+            sampling=sampling_of(ask.options.sampling, self.prompt_builder.defaults, max_tokens),
             cache_salt=cache_salt,
             skip_corrupt=ask.config.limits.on_corrupt == "Skip",
             max_wait_seconds=max_wait_seconds(ask.config.admission),
@@ -393,26 +448,6 @@ class Preparer:
                 f"There is no model of this name; this service has {self.served_name!r}.",
                 param="model",
                 code="model_not_found",
-            )
-
-    def _check_sampling(self, options: SamplingOptions) -> None:
-        vocab_size = self.prompt_builder.family.vocab_size
-        named = {
-            "logit_bias": [token_id for token_id, _ in options.logit_bias],
-            "stop_token_ids": options.stop_token_ids,
-        }
-        for param, ids in named.items():
-            if max(ids, default=0) >= vocab_size:
-                raise invalid(
-                    f"'{param}' names a token that the model does not have; its ids are below "
-                    f"{vocab_size}.",
-                    param=param,
-                )
-        if options.priority > 0 and not self.any_priority:
-            raise invalid(
-                "'priority' must be 0 or more: on this service a client may let others go first, "
-                "not go before them.",
-                param="priority",
             )
 
     def _check_length(self, texts: Sequence[str], config: Config, param: str) -> int:
@@ -440,10 +475,6 @@ class _Ask:
     param: str
 
 
-def _conversation_without(said: Conversation, dropped: Collection[int]) -> Conversation:
-    return dataclasses.replace(said, messages=_without(said.messages, sorted(dropped)))
-
-
 def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
     """Raise ApiError (400) if a long data URL is not the URL of an image part."""
     if sum(image.url in body.images for image in images) != len(body.images):
@@ -453,68 +484,11 @@ def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
         )
 
 
-def max_hold_seconds(config: Config) -> float:
-    """Return how long a request with images waits for a pool at zero to have an encoder."""
-    if config.on_demand != "Queue":
-        return 0.0
-    bound = config.admission.max_queue_seconds
-    return MAX_WAIT_SECONDS if bound is None else min(bound, MAX_WAIT_SECONDS)
+def _unchanged(prompt: Prompt, dropped: frozenset[int]) -> Prompt:
+    """Return the prompt of a request without images."""
+    assert not dropped
+    return prompt
 
 
-def max_wait_seconds(admission: Admission) -> float:
-    """Return how long a request may wait for admission before it is rejected."""
-    if admission.on_exceeded == "Reject" and admission.max_queue_seconds is not None:
-        return min(admission.max_queue_seconds, MAX_WAIT_SECONDS)
-    return MAX_WAIT_SECONDS
-
-
-async def _encode(encode: Callable[[], Prompt], num_bytes: int) -> Prompt:
+async def _encode(encode: Callable[[], T], num_bytes: int) -> T:
     return await asyncio.to_thread(encode) if num_bytes > LONG_TEXT_BYTES else encode()
-
-
-def _without(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Message, ...]:
-    """Return the conversation without the images whose indices are in `dropped`."""
-    if not dropped:
-        return tuple(messages)
-    kept, index = [], 0
-    for message in messages:
-        if isinstance(message.content, str):
-            kept.append(message)
-            continue
-        parts: list[TextPart | ImagePart] = []
-        for part in message.content:
-            if isinstance(part, ImagePart):
-                index += 1
-                if index - 1 in dropped:
-                    continue
-            parts.append(part)
-        kept.append(dataclasses.replace(message, content=tuple(parts)))
-    return tuple(kept)
-
-
-def _check_min_tokens(options: SamplingOptions, max_tokens: int) -> None:
-    num_tokens = options.given.get("min_tokens", 0)
-    if num_tokens > max_tokens:
-        raise invalid(
-            f"'min_tokens' is {num_tokens}, and the answer may have {max_tokens} tokens: send a "
-            "smaller number, or a larger limit if the context has more.",
-            param="min_tokens",
-        )
-
-
-def _sampling(
-    options: SamplingOptions, defaults: Mapping[str, float], max_tokens: int
-) -> SamplingParams:
-    chosen: dict[str, Any] = {**defaults, **options.given}
-    if chosen.get("top_p") == 0:  # a nucleus of 0 contains only the most likely token
-        chosen |= {"top_p": 1.0, "temperature": 0.0}
-    seed = chosen.pop("seed", None)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=secrets.randbits(63) if seed is None else seed % 2**64,
-        logit_bias=options.logit_bias,
-        num_logprobs=options.num_logprobs,
-        stop_token_ids=options.stop_token_ids,
-        grammar=b"" if options.grammar is None else options.grammar.text.encode(),
-        **chosen,
-    )

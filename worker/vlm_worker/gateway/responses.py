@@ -111,6 +111,7 @@ class ResponseWriter:
         stream: bool,
         assemblers: Sequence[TextAssembler],
         readers: Sequence[MessageReader | None] = (),
+        echoes: Sequence[str] = (),
         with_logprobs: bool,
         trace: Trace,
         on_token: Callable[[int], None],
@@ -118,7 +119,8 @@ class ResponseWriter:
     ) -> None:
         """`assemblers` has one per choice; `on_token` gets the choice of each token.
 
-        `readers` has one per choice too; None: its text is content alone. `on_text` gets the texts
+        `readers` has one per choice too; None: its text is content alone. `echoes` has what each
+        choice begins with; its log-probabilities are not known. `on_text` gets the texts
         of all choices as they are sent.
         """
         self._response = response
@@ -126,6 +128,7 @@ class ResponseWriter:
         self._stream = stream
         self._assemblers = assemblers
         self._readers = readers or [None] * len(assemblers)
+        self._echoes = echoes or [""] * len(assemblers)
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
@@ -199,7 +202,12 @@ class ResponseWriter:
 
     @property
     def _timing(self) -> dict[str, Any]:
-        """The extension `timing` in milliseconds. The rounded stages add up to `ttft_ms`."""
+        """The extension `timing` in milliseconds. The rounded stages add up to `ttft_ms`.
+
+        It is absent before the first token of the first prompt.
+        """
+        if self._trace.first_byte is None:
+            return {}
         stages = self._trace.stages()
         return {
             "timing": {
@@ -214,6 +222,8 @@ class ResponseWriter:
     async def _put(self, index: int, piece: TextChunk, *, is_last: bool = False) -> None:
         first = index not in self._held
         held = self._held.setdefault(index, [])
+        if first and self._echoes[index]:
+            piece = TextChunk(self._echoes[index] + piece.text, piece.tokens)
         deltas = self._deltas(index, piece, is_last=is_last)
         self._on_text(piece.text)
         if not self._stream:
@@ -228,7 +238,7 @@ class ResponseWriter:
                 )
                 tokens = ()
                 await self._response.write(self._envelope.chunk([choice]))
-        if first:
+        if first and index == 0:  # the trace is of the first choice
             self._trace.first_byte_sent()
 
     def _deltas(self, index: int, piece: TextChunk, *, is_last: bool) -> list[Delta]:

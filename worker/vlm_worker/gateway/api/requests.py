@@ -19,8 +19,9 @@ from vlm_worker.annotations import (
 )
 from vlm_worker.core.families import Detail
 from vlm_worker.gateway.api import schema
+from vlm_worker.gateway.api.completion_prompts import GivenPrompt, parse_prompts
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
-from vlm_worker.gateway.api.schema import Fields, check_text, refuse
+from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, check_text, refuse
 from vlm_worker.gateway.api.tools import MAX_ID, CallsParser, ToolCall, ToolUse, parse_tools
 from vlm_worker.gateway.grammar import Grammar, of_response_format
 from vlm_worker.gateway.turns import Steps
@@ -28,7 +29,6 @@ from vlm_worker.types import PARAMETERS
 
 # Limit on the parts of one message, and of all together; a string is one part.
 MAX_PARTS = 1024
-MAX_TEXT = 4 * 2**20
 MAX_NAME = 64
 MAX_URL = 64 * 2**20  # the body's own limit is smaller
 
@@ -321,7 +321,10 @@ _NO_TOOLS: Final = ToolUse()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat. If `is_session`, the client named the conversation by `prompt_cache_key`."""
+    """A chat. If `is_session`, the client named the conversation by `prompt_cache_key`.
+
+    If it `asks`, the prompt ends with the beginning of an answer.
+    """
 
     options: Options
     messages: tuple[Message, ...]
@@ -329,6 +332,7 @@ class ChatRequest:
     tools: ToolUse = _NO_TOOLS
     reasoning_effort: Effort | None = None
     is_session: bool = False
+    asks: bool = True
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -337,8 +341,11 @@ class ChatRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionRequest:
+    """A completion. With `echo`, each answer begins with the text of its prompt."""
+
     options: Options
-    prompt: str
+    prompts: tuple[GivenPrompt, ...]
+    echo: bool = False
 
 
 def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
@@ -367,9 +374,16 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     fields = Fields("", body)
     refuse(fields, schema.COMPLETION)
     refuse(fields, schema.EXTRA)
-    prompt = _prompt(fields)
+    prompts = parse_prompts(fields)
     max_tokens, param = _max_tokens(fields, ("max_tokens",))
     num_logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    echo = fields.boolean("echo") or False
+    if echo and num_logprobs is not None:
+        raise unsupported(
+            "echo",
+            "'echo' and 'logprobs' exclude each other: log-probabilities of the prompt's tokens "
+            "are not built. Send one of them.",
+        )
     sampling = parse_sampling(fields, num_logprobs)
     best_of = fields.integer("best_of", minimum=1, maximum=MAX_CHOICES)
     options = _options(fields, 16 if max_tokens is None else max_tokens, param, sampling)
@@ -377,7 +391,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
         raise unsupported("best_of", "'best_of' must equal 'n': every choice is returned.")
     _visual(fields)
     fields.done()
-    return CompletionRequest(options, prompt)
+    return CompletionRequest(options, prompts, echo)
 
 
 def _visual(fields: Fields) -> Visual | None:
@@ -480,17 +494,3 @@ def _metadata(fields: Fields) -> dict[str, str] | None:
         check_text(name, "metadata", max_length=64)
         pairs[name] = check_text(metadata.take(name), "metadata", max_length=512)
     return pairs
-
-
-def _prompt(fields: Fields) -> str:
-    value = fields.take("prompt")
-    if value is None:
-        raise fields.missing("prompt")
-    if isinstance(value, list):
-        if len(value) != 1 or not isinstance(value[0], str):
-            raise unsupported(
-                "prompt",
-                "'prompt' must be one string: several prompts and token ids are not built.",
-            )
-        return check_text(value[0], "prompt[0]", min_length=1, max_length=MAX_TEXT)
-    return check_text(value, "prompt", min_length=1, max_length=MAX_TEXT)

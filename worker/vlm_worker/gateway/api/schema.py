@@ -19,6 +19,8 @@ from vlm_worker.types import PARAMETERS
 
 # Similarity of names that differ by a letter or two.
 _TYPO = 0.85
+# Characters of one text.
+MAX_TEXT: Final = 4 * 2**20
 
 
 class Fields:
@@ -162,6 +164,19 @@ def check_text(value: Any, path: str, *, max_length: int, min_length: int = 0) -
     return value
 
 
+def check_token_ids(value: Any, path: str) -> tuple[int, ...]:
+    """Return an array of token ids. Raises ApiError (400) if one is not an integer from 0 on."""
+    if not isinstance(value, list):
+        raise invalid(f"'{path}' must be an array of token ids.", param=path, code="invalid_type")
+    for index, one in enumerate(value):
+        if type(one) is not int:
+            where = f"{path}[{index}]"
+            raise invalid(f"'{where}' must be a token id.", param=where, code="invalid_type")
+        if one < 0:
+            raise invalid(f"'{path}[{index}]' must be 0 or more.", param=f"{path}[{index}]")
+    return tuple(value)
+
+
 def _same(value: Any, allowed: Any) -> bool:
     """Whether two values are equal; true and 1 are not."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
@@ -258,12 +273,14 @@ CHAT: Final = (
 )
 
 COMPLETION: Final = (
-    _supported("prompt", "required: one string, or an array of one"),
-    _supported("max_tokens", "1 to the context; default: 16, as with OpenAI"),
+    _supported(
+        "prompt", "required: a string, token ids, or an array of up to 16 of these; see below"
+    ),
+    _supported("max_tokens", "1 to the context, with `echo` too; default: 16, as with OpenAI"),
     *_SHARED,
     _supported("logprobs", "0 to 20 likeliest tokens beside each of the answer's; see below"),
     _supported("best_of", "the same as `n`: every choice is returned"),
-    _neutral("echo", "the prompt is not repeated", (False,)),
+    _supported("echo", "true: each text begins with that of its prompt; not with `logprobs`"),
     _refused("suffix", "the model completes, it does not fill in"),
 )
 
@@ -290,6 +307,36 @@ EXTRA: Final = (
     _refused("guided_regex", "send a `pattern` in the schema of `response_format`"),
     _refused("guided_choice", "send an `enum` in the schema of `response_format`"),
     _refused("structured_outputs", "send `response_format`"),
+)
+
+# vLLM's.
+TOKENIZE: Final = (
+    _supported("model", "required: the served name; any other is 404 `model_not_found`"),
+    _supported("messages", "as in a chat, with its images; either these or `prompt`"),
+    _supported("tools", "as in a chat; only with `messages`"),
+    _supported("tool_choice", "as in a chat; only with `messages`"),
+    _supported("reasoning_effort", "as in a chat; only with `messages`"),
+    _supported("visual", "as in a chat; only with `messages`"),
+    _supported(
+        "add_generation_prompt",
+        "true by default: the prompt ends with the beginning of an answer; only with `messages`",
+    ),
+    _supported("prompt", "a string, as in a completion"),
+    _supported(
+        "add_special_tokens",
+        "true by default: with those that the tokenizer adds around a text; with `messages` only "
+        "false, because the chat template writes them",
+    ),
+    _supported("return_token_strs", "true: `token_strs` has each token as the vocabulary has it"),
+    _neutral("continue_final_message", "the last message is complete", (False,)),
+    _refused("chat_template", "prompts have the model's chat template"),
+    _refused("chat_template_kwargs", "send `reasoning_effort`"),
+    _refused("mm_processor_kwargs", "images are shown as `detail` and `visual` ask"),
+)
+
+DETOKENIZE: Final = (
+    _supported("model", "required: the served name; any other is 404 `model_not_found`"),
+    _supported("tokens", "required: an array of ids, of control tokens and images too"),
 )
 
 # Fields of a message in OpenAI's client. Any other field is unknown.

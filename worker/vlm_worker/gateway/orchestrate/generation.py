@@ -226,6 +226,12 @@ class RequestLimit:
         self.check()
         self._tickets.add(ticket)
 
+    @contextlib.contextmanager
+    def enter_more(self, first: AdmissionTicket, count: int) -> Iterator[list[AdmissionTicket]]:
+        """Admit the rest of `count` requests, of which `first` is admitted. Raises as `check`."""
+        with contextlib.ExitStack() as exits:
+            yield [first, *(exits.enter_context(self.enter()) for _ in range(count - 1))]
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AdmissionTicket:

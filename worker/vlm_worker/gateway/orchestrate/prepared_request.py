@@ -37,6 +37,7 @@ class PreparedRequest:
         answer_form: how its answers are read; None: they are content alone.
         next_turn: returns the beginning of the next turn's prompt, by the answer's message as the
             client has it. It may take milliseconds. None if nothing is prefetched.
+        echo: what its answers begin with: the prompt's text, or nothing.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -56,6 +57,7 @@ class PreparedRequest:
     answer_form: AnswerForm | None = None
     next_turn: Callable[[Mapping[str, Any]], Prompt | None] | None = None
     pins_session: bool = False
+    echo: str = ""
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""

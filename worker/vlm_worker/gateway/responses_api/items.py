@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
-from vlm_worker.gateway.api.requests import MAX_TEXT
-from vlm_worker.gateway.api.schema import Fields, refuse
+from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, refuse
 from vlm_worker.gateway.api.tools import MAX_ID
 from vlm_worker.gateway.responses_api.fields import (
     FUNCTION_CALL,

@@ -12,8 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
-from vlm_worker.gateway.api.requests import MAX_TEXT
-from vlm_worker.gateway.api.schema import Fields, refuse
+from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, refuse
 from vlm_worker.gateway.api.tools import MAX_NAME, MAX_TOOLS, parse_tools
 from vlm_worker.gateway.responses_api.fields import (
     ENCRYPTED,
