@@ -18,17 +18,23 @@ KERNELS = {
     "kernels/vlm_kernels/sampling.py",
     "kernels/vlm_kernels/sampling_edits.py",
 }
+# Which fields of a response are those of a chat: OpenAI's list for its own endpoint.
+RESPONSES = "worker/vlm_worker/gateway/responses_api/fields.py"
 NUM_OTHER_FILES = 3  # worker.proto, the C++ and docs/openai.md
 # Other files that name a parameter, with the reason.
 MEANINGS = {
     "temperature": {
         "worker/vlm_worker/core/step_inputs.py",  # a step without sampling is faster
-        "worker/vlm_worker/gateway/request_preparation.py",  # `top_p` 0 is greedy
+        "worker/vlm_worker/gateway/sampling_defaults.py",  # `top_p` 0 is greedy
         "worker/vlm_worker/testing.py",  # the simulated model samples too
+        "worker/vlm_worker/gateway/responses_api/writer.py",  # a response repeats it
     },
-    "top_p": {"worker/vlm_worker/gateway/request_preparation.py"},
+    "top_p": {
+        "worker/vlm_worker/gateway/sampling_defaults.py",
+        "worker/vlm_worker/gateway/responses_api/writer.py",
+    },
     "seed": {
-        "worker/vlm_worker/gateway/request_preparation.py",  # random if the client sends none
+        "worker/vlm_worker/gateway/sampling_defaults.py",  # random if the client sends none
         "worker/vlm_worker/gateway/choices.py",  # each choice has its own seed
         "worker/vlm_worker/testing.py",
     },
@@ -36,7 +42,7 @@ MEANINGS = {
         "worker/vlm_worker/core/persistent_batch.py",  # until when no token ends an answer
         "worker/vlm_worker/core/request_validation.py",  # at most `max_tokens`, no grammar
         "worker/vlm_worker/gateway/api/requests.py",  # the same, before a worker sees it
-        "worker/vlm_worker/gateway/request_preparation.py",
+        "worker/vlm_worker/gateway/sampling_defaults.py",
         "worker/vlm_worker/gateway/detokenization.py",  # no stop string ends it either
         "worker/vlm_worker/gateway/endpoint.py",
         "worker/vlm_worker/gateway/orchestrate/generation.py",  # which pods obey it
@@ -68,5 +74,5 @@ def _naming(name: str) -> set[str]:
 @pytest.mark.parametrize("name", [field.name for field, _ in PARAMETERS])
 def test_only_the_declaration_and_the_kernels_name_a_parameter(name: str) -> None:
     naming = _naming(name)
-    assert naming - KERNELS - {TYPES} == MEANINGS.get(name, set())
+    assert naming - KERNELS - {TYPES, RESPONSES} == MEANINGS.get(name, set())
     assert len(naming & {*KERNELS, TYPES}) + NUM_OTHER_FILES <= 6

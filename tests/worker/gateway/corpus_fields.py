@@ -13,6 +13,7 @@ FIELD_ROWS = [
     Bad("empty messages", chat(messages=[]), 400, "invalid_value", "messages"),
     Bad("messages as a string", chat(messages="hi"), 400, "invalid_type", "messages"),
     Bad("a message as a string", chat(messages=["hi"]), 400, "invalid_type", "messages[0]"),
+    Bad("a fraction as min_tokens", chat(min_tokens=1.5), 400, "invalid_type", "min_tokens"),
     Bad("fewer than no tokens", chat(min_tokens=-1), 400, "invalid_value", "min_tokens"),
     Bad("more than may be", chat(min_tokens=9, max_tokens=8), 400, "invalid_value", "min_tokens"),
     Bad(

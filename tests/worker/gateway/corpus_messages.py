@@ -54,7 +54,15 @@ MESSAGE_ROWS = [
         400,
         "invalid_value",
     ),
-    Bad("a name", message(name="bob"), 400, "unsupported_parameter", "messages[0].name"),
+    Bad(
+        "a message with a long name",
+        message(name="b" * 65),
+        400,
+        "invalid_value",
+        "messages[0].name",
+    ),
+    Bad("a message with an empty name", message(name=""), 400, "invalid_value", "messages[0].name"),
+    Bad("a name that is a number", message(name=5), 400, "invalid_type", "messages[0].name"),
     Bad(
         "tool calls",
         message(tool_calls=[{}]),

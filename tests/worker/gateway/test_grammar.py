@@ -407,14 +407,14 @@ async def test_an_error_names_a_keyword_of_the_schema_or_none(
 ) -> None:
     schema, where = UNSATISFIABLE[index]
     with pytest.raises(ApiError) as refused:
-        await checks.check(of(schema))
+        await checks.check(of(schema), tenant="")
     assert refused.value.param == (f"{SCHEMA}.{where}" if where else SCHEMA)
     lark = f"start: call\ncall: %json {json.dumps(schema)}"
     with pytest.raises(ApiError) as refused:
-        await checks.check(validated(lark, "tools", schema=schema))
+        await checks.check(validated(lark, "tools", schema=schema), tenant="")
     assert refused.value.param == (f"tools.{where}" if where else "tools")
     with pytest.raises(ApiError) as refused:
-        await checks.check(validated(lark, "tool_choice"))
+        await checks.check(validated(lark, "tool_choice"), tenant="")
     assert refused.value.param == "tool_choice"
 
 

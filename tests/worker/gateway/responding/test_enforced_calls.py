@@ -110,6 +110,7 @@ async def test_with_a_format_an_answer_is_a_call_or_a_text_of_the_format(served:
     ("changes", "param", "code"),
     [
         ({"ignore_eos": True}, "ignore_eos", "invalid_value"),
+        ({"min_tokens": 2}, "min_tokens", "invalid_value"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True,
               "parameters": {"type": "object", "properties": {}, "not": {}}}}]},
@@ -121,7 +122,8 @@ async def test_with_a_format_an_answer_is_a_call_or_a_text_of_the_format(served:
 async def test_what_cannot_be_enforced_is_a_400(
     served: Stack, changes: dict[str, Any], param: str, code: str
 ) -> None:
-    extra = {"extra_body": {"ignore_eos": True}} if "ignore_eos" in changes else changes
+    is_extension = {"ignore_eos", "min_tokens"} & changes.keys()
+    extra = {"extra_body": changes} if is_extension else changes
     async with client(served) as api:
         with pytest.raises(openai.BadRequestError) as refused:
             await api.chat.completions.create(**body(**extra))

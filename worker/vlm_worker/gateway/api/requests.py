@@ -97,14 +97,15 @@ def parse_message(path: str, value: Any, calls: CallsParser) -> Steps[Message]:
     reasoning = fields.text("reasoning_content", max_length=MAX_TEXT)
     fields.take("parsed")
     tool_calls = yield from calls.parse(fields)
-    name = fields.text("name", min_length=1, max_length=MAX_NAME)
-    call_id, name = _answered_call(fields, calls, name) if known == "tool" else (None, name)
+    call_id, called = None, fields.text("name", min_length=1, max_length=MAX_NAME)
+    if known == "tool":
+        call_id, called = _answered_call(fields, calls, called)
     content = fields.take("content")
     fields.done()
     if content is None and tool_calls:
         content = ""
     checked = yield from _content(f"{path}.content", content, known)
-    return Message(known, checked, reasoning, tool_calls, call_id, name)
+    return Message(known, checked, reasoning, tool_calls, call_id, called)
 
 
 _OWNERS: Final[Mapping[str, ChatRole]] = {
