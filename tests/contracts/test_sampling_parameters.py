@@ -42,6 +42,7 @@ MEANINGS = {
         "worker/vlm_worker/core/persistent_batch.py",  # until when no token ends an answer
         "worker/vlm_worker/core/request_validation.py",  # at most `max_tokens`, no grammar
         "worker/vlm_worker/gateway/api/requests.py",  # the same, before a worker sees it
+        "worker/vlm_worker/gateway/request_preparation.py",
         "worker/vlm_worker/gateway/sampling_defaults.py",
         "worker/vlm_worker/gateway/detokenization.py",  # no stop string ends it either
         "worker/vlm_worker/gateway/endpoint.py",
