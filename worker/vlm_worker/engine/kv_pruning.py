@@ -33,10 +33,12 @@ class KVPruning:
     def run(self) -> bool:
         """Prune all sequences that are ready; True if one was preempted for their blocks."""
         ready = self._scheduler.sequences_to_prune()
+        if not ready:
+            self._missing.clear()
+            return False
         self._missing = {one: tried for one, tried in self._missing.items() if one in ready}
+        self._context.events.flush()  # the first tokens do not wait for it
         has_preempted = False
-        if ready:
-            self._context.events.flush()  # the first tokens do not wait for it
         for sequence in ready:
             if sequence.row is None or self._missing.get(sequence) == self._has():
                 continue  # preempted for another, or tried with the same blocks
