@@ -173,6 +173,16 @@ def test_reasoning_may_precede_calls(form: str) -> None:
     assert not begun.accepts(text)
 
 
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4"])
+def test_no_text_of_a_tool_without_a_schema_ends_its_call(form: str) -> None:
+    grammar = Checked(form, tools=[CallTool("f", None)])
+    for text in ("</tool_call>", "</function>\n</tool_call>", "</parameter>", "</arg_value>"):
+        answer = WRITERS[form]([("f", {"x": f"a{text}b"})])
+        content, _, calls = parsed(form, [answer], tools={"f": None})
+        if content or len(calls) != 1 or json.loads(calls[0][1]) != {"x": f"a{text}b"}:
+            assert not grammar.accepts(answer), text
+
+
 @FORMS
 @pytest.mark.parametrize("with_control", [False, True], ids=["text", "control tokens"])
 def test_a_tool_without_a_schema_takes_any_object(form: str, with_control: bool) -> None:

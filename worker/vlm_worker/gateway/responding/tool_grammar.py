@@ -281,7 +281,8 @@ class _Writer:
         last = literal_runs(form.end.nodes)[-1]
         if schema is None:
             begin = " ".join(self._anchor(form.begin.nodes, None, None))
-            self._rules += [self._until(f"{rule}-v", last), f"{rule}-t: S {begin} {rule}-v"]
+            self._rules.append(self._until(f"{rule}-v", last, rules.text()))
+            self._rules.append(f"{rule}-t: S {begin} {rule}-v")
             return [f"{rule}-t*"]
         parts = []
         read_as = properties_of(schema)
