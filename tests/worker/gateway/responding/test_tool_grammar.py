@@ -196,19 +196,25 @@ F, G = Tool("f", parameters=WEATHER, strict=True), Tool("g", parameters=WEATHER)
 
 
 @pytest.mark.parametrize(
-    ("use", "calls"),
+    ("use", "kept", "calls"),
     [
-        (ToolUse((G,)), None),
-        (ToolUse((F,), choice="none"), None),
-        (ToolUse((G, F), choice="required"), ["f", "g", "gg", "g!"]),
-        (ToolUse((G, F), choice="required", parallel=False), ["f", "g", "g!"]),
-        (ToolUse((G, F), choice="required", named="g"), ["g", "g!"]),
-        (ToolUse((G, F)), ["", "f", "g", "gg", "g!"]),
+        (ToolUse((G,)), "", None),
+        (ToolUse((F,), choice="none"), "", None),
+        (ToolUse((G, F), choice="required"), "", ["f", "g", "gg", "g!"]),
+        (ToolUse((G, F), choice="required"), "g", ["f", "g", "gg"]),
+        (ToolUse((G, F), choice="required", parallel=False), "", ["f", "g", "g!"]),
+        (ToolUse((G, F), choice="required", named="g"), "", ["g", "g!"]),
+        (ToolUse((G, F), choice="required", named="g"), "g", ["g"]),
+        (ToolUse((G, F)), "", ["", "f", "g", "gg", "g!"]),
     ],
 )
-def test_what_a_request_asks_for_is_enforced(use: ToolUse, calls: list[str] | None) -> None:
-    """`!` is a call that its schema forbids."""
-    text = grammar_of(use, builtin("hermes"), control_ids={}, in_reasoning=False)
+def test_what_a_request_asks_for_is_enforced(
+    use: ToolUse, kept: str, calls: list[str] | None
+) -> None:
+    """`kept` names tools that are not strict. `!` is a call that its schema forbids."""
+    text = grammar_of(
+        use, builtin("hermes"), control_ids={}, in_reasoning=False, kept=frozenset(kept)
+    )
     assert (text is None) == (calls is None)
     if text is None or calls is None:
         return
