@@ -7,7 +7,7 @@ import dataclasses
 
 from worker.gateway.stack import COLOCATED, stack
 
-from vlm_worker.gateway.pod_registry import Waiters
+from vlm_worker.gateway.waiters import Waiters
 
 
 @dataclasses.dataclass
