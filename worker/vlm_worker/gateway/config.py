@@ -21,8 +21,11 @@ from typing import Literal
 
 import msgspec
 
+from vlm_worker.gateway import cors
+from vlm_worker.gateway.cors import Cors
 from vlm_worker.gateway.fetching import urls
 from vlm_worker.gateway.fetching.urls import Media
+from vlm_worker.gateway.rate_limits import TenantLimits
 from vlm_worker.gateway.visual import VisualLimits, problem_of
 from vlm_worker.types import Modality
 
@@ -77,6 +80,14 @@ class Config(msgspec.Struct, frozen=True):
     wake_timeout_seconds: float | None = None  # None: the service never scales to zero
     admission: Admission = Admission()
     media: Media = Media()
+    tenants: dict[str, TenantLimits] = {}
+    cors: Cors = Cors()
+    access_log: bool = False
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether tenants take turns where requests wait for a pod: one of them has a weight."""
+        return any(limits.weight is not None for limits in self.tenants.values())
 
 
 def max_hold_seconds(config: Config) -> float:
@@ -154,7 +165,8 @@ class ConfigWatcher:
         if digest == self.now.config_hash:
             return
         config = msgspec.json.decode(raw, type=Config)
-        if problem := problem_of(config.limits.visual) or urls.problem_of(config.media):
+        visual, media = problem_of(config.limits.visual), urls.problem_of(config.media)
+        if problem := visual or media or cors.problem_of(config.cors):
             raise msgspec.ValidationError(problem)
         self.now = dataclasses.replace(self.now, config=config, config_hash=digest)
         logger.info("settings applied", extra={"config_hash": digest})
