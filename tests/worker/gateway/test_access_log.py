@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,14 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of the lines of the access log."""
+def lines(
+    caplog: pytest.LogCaptureFixture, answers: Sequence[httpx.Response] = ()
+) -> list[dict[str, Any]]:
+    """The fields of the lines of the access log, in the order of the answers."""
     records = [one for one in caplog.records if one.name == "vlm_worker.gateway.access_log"]
-    return [{k: v for k, v in vars(one).items() if k not in STANDARD} for one in records]
+    found = [{k: v for k, v in vars(one).items() if k not in STANDARD} for one in records]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    return sorted(found, key=lambda line: ids.index(line["request_id"]))
 
 
 async def ask(served: Stack, method: str, path: str, **options: Any) -> httpx.Response:
@@ -54,7 +59,7 @@ async def test_an_answer_has_tenant_model_tokens_status_and_times(
             )
             for stream in (False, True)
         ]
-    usage, found = answers[0].json()["usage"], lines(caplog)
+    usage, found = answers[0].json()["usage"], lines(caplog, answers)
     assert len(found) == 2
     for line, answer in zip(found, answers, strict=True):
         assert set(line) == FIELDS
@@ -87,7 +92,7 @@ async def test_no_line_contains_text_of_a_client(
             await ask(served, "DELETE", chat),
             await ask(served, "POST", "/tokenize", json={"model": "shapes", "prompt": SECRET}),
         ]
-    found = lines(caplog)
+    found = lines(caplog, answers)
     assert [line["status"] for line in found] == [answer.status_code for answer in answers]
     assert [answer.status_code for answer in answers] == [
         200, 400, 404, 415, 200, 401, 404, 404, 200, 405, 200,
