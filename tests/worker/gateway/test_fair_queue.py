@@ -8,8 +8,7 @@ from collections import defaultdict, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.gateway.fair_queue import QUANTUM_SECONDS, FairQueue
-from vlm_worker.gateway.work_estimate import WorkEstimate
+from vlm_worker.gateway.fair_queue import QUANTUM_SECONDS, FairQueue, WorkEstimate
 
 # Quarters of a second: their sums are exact.
 SECONDS = st.integers(1, 40).map(lambda quarters: quarters / 4)

@@ -13,6 +13,7 @@ from typing import Any
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.config import ConfigWatcher, Salts
+from vlm_worker.gateway.fair_queue import WorkEstimate
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.memory import MemoryBudget, MemoryReservation
 from vlm_worker.gateway.metrics import GatewayMetrics
@@ -23,7 +24,6 @@ from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.rate_limits import RateLimits, RequestCharge, limits_of
 from vlm_worker.gateway.request_preparation import Preparer
 from vlm_worker.gateway.session_prefetch import SessionPrefetcher
-from vlm_worker.gateway.work_estimate import WorkEstimate
 from vlm_worker.route import least_queued_seconds, missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor

@@ -8,6 +8,11 @@ rest stays for the next turn, until the tenant has no request. So a tenant whose
 together with those of another gets, before each of them, its share of the work and at most one
 quantum less. Within a tenant, and so with one tenant, the order is that of arrival.
 
+    work = prompt tokens · seconds per prompt token
+         + min(max_tokens, mean answer) · seconds per output token
+
+`WorkEstimate` has the means of the requests that ended. Only ratios of estimates matter.
+
 Shreedhar and Varghese, Efficient Fair Queuing Using Deficit Round Robin, 1995.
 """
 
@@ -23,6 +28,9 @@ QUANTUM_SECONDS: Final = 1.0
 """Work that a turn of a tenant of weight 1 adds: the most by which another tenant may be ahead."""
 MIN_SECONDS: Final = 0.001
 """The least work of an item: an endless line of items without work would keep the turn."""
+
+SMOOTHING: Final = 0.05
+"""Weight of the last request in each mean: about the last twenty count."""
 
 
 def _equal(_: str) -> float:
@@ -97,3 +105,40 @@ class FairQueue(Generic[T]):
 
     def _quantum(self, tenant: str) -> float:
         return QUANTUM_SECONDS * self._weight_of(tenant)
+
+
+class WorkEstimate:
+    """Running means over ended requests. Until the first one, constants of a small pod."""
+
+    def __init__(self) -> None:
+        self.prompt_token_seconds = 0.001
+        self.output_token_seconds = 0.02
+        self.num_output_tokens = 256.0
+
+    def seconds(self, num_prompt_tokens: int, max_tokens: int) -> float:
+        """Return the seconds of work of a request; `max_tokens` bounds its answer."""
+        num_output_tokens = min(max_tokens, self.num_output_tokens)
+        return (
+            num_prompt_tokens * self.prompt_token_seconds
+            + num_output_tokens * self.output_token_seconds
+        )
+
+    def ended(
+        self,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        *,
+        prompt_seconds: float,
+        output_seconds: float,
+    ) -> None:
+        """Record a request with one choice: the seconds of its images and prompt, and its answer.
+
+        `output_seconds` are those after the first token.
+        """
+        self.num_output_tokens += SMOOTHING * (num_output_tokens - self.num_output_tokens)
+        if num_prompt_tokens:
+            per_token = prompt_seconds / num_prompt_tokens
+            self.prompt_token_seconds += SMOOTHING * (per_token - self.prompt_token_seconds)
+        if num_output_tokens > 1:
+            per_token = output_seconds / (num_output_tokens - 1)
+            self.output_token_seconds += SMOOTHING * (per_token - self.output_token_seconds)
