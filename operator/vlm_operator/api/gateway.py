@@ -83,7 +83,7 @@ class Auth(Model):
 
     secret_ref: NameRef | None = field(
         None,
-        "Secret with one bearer key per data key; its contents are live.",
+        "Secret with the bearer keys of each tenant; its contents are live.",
         unset="the gateway is open",
         restarts=Restarts.GATEWAY,
     )

@@ -1,7 +1,8 @@
 """Settings that may change while the gateway runs: gateway.json and the keys, read each second.
 
 If a file cannot be read or parsed, its last valid content applies and the log has the reason. A
-tenant is the name of the file that contains its key.
+tenant is the name of the file that contains its keys, one per line. All of them are valid, so that
+clients can change from one to the next; the first one gives the tenant's salt.
 
 key ─┬─ SHA-256 ─▶ compared with the digest of a client's key
      └─ HMAC ────▶ secret ─ HMAC(model, tenant) ─▶ the tenant's cache salt (decision 0027)
@@ -177,7 +178,7 @@ class ConfigWatcher:
         keys = load_keys(self._keys_path)
         if keys != self.now.keys:
             self.now = dataclasses.replace(self.now, keys=keys)
-            logger.info("keys applied", extra={"tenants": [key.tenant for key in keys.by_tenant]})
+            logger.info("keys applied", extra={"tenants": list(keys.tenants)})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,9 +198,17 @@ class Key:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """All keys. If the gateway has None instead of this object, requests need no key."""
+    """All keys. If the gateway has None instead of this object, requests need no key.
+
+    Keys of one tenant follow one another, the first of its file first.
+    """
 
     by_tenant: tuple[Key, ...]
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """The names of the tenants, each once."""
+        return tuple(dict.fromkeys(key.tenant for key in self.by_tenant))
 
     def tenant_of(self, authorization: str | None) -> str | None:
         """Return the tenant of an `Authorization` header; None if it contains no known key.
@@ -241,13 +250,14 @@ class Salts:
 
 def load_keys(directory: Path) -> ApiKeys:
     """Read a mounted Secret. Hidden, empty and oversized files are skipped."""
-    keys = []
+    keys: list[Key] = []
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or not path.is_file():
             continue
-        key = path.read_bytes()[: MAX_KEY_BYTES + 1].strip()
-        if 0 < len(key) <= MAX_KEY_BYTES:
-            keys.append(Key(path.name, _digest(key), _secret(key)))
+        content = path.read_bytes()[: MAX_KEY_BYTES + 1].strip()
+        if 0 < len(content) <= MAX_KEY_BYTES:
+            lines = filter(None, map(bytes.strip, content.splitlines()))
+            keys += [Key(path.name, _digest(key), _secret(key)) for key in lines]
         else:
             logger.warning("a file holds no usable key", extra={"tenant": path.name})
     return ApiKeys(tuple(keys))

@@ -142,7 +142,7 @@ class GatewayContext:
     def has_several_tenants(self) -> bool:
         """Whether several tenants have keys, so that each has a share of this gateway."""
         keys = self.config_watcher.now.keys
-        return keys is not None and len(keys.by_tenant) > 1
+        return keys is not None and len(keys.tenants) > 1
 
     def enter(self) -> None:
         """Count a request as in flight."""
