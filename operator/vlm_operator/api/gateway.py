@@ -300,3 +300,13 @@ class Gateway(Model):
     pod_template: PodTemplate = field(
         PodTemplate(), "Changes to the pod template.", restarts=Restarts.GATEWAY
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="tenants-have-keys",
+            holds="!has(self.tenants) || (has(self.auth) && has(self.auth.secretRef)) || "
+            "self.tenants.all(t, t.name == '*')",
+            message="without auth.secretRef there is one tenant: set it, or name the entry *",
+            at=".tenants",
+        ),
+    )

@@ -36,9 +36,7 @@ LEAKS = re.compile(
 DECLARED = {400, 404, 413, 415, 503}
 
 
-async def answer(
-    app: CorsApp, path: str, body: bytes, headers: list[Any]
-) -> tuple[int, bytes]:
+async def answer(app: CorsApp, path: str, body: bytes, headers: list[Any]) -> tuple[int, bytes]:
     """What the application says, without a server in between."""
     scope = {
         "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "scheme": "http",
