@@ -48,7 +48,7 @@ class Choices:
         `trace` gets the times of the first choice.
         """
         self._writer = writer
-        self._count = count
+        self.count = count
         self._begun = [asyncio.Event() for _ in requests]
         self._generations = [
             Generation(
@@ -78,6 +78,16 @@ class Choices:
         return sum(len(generation.delivered.token_ids) for generation in self._generations)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that pods had cached; a prompt counts once for all choices."""
+        return sum(one.delivered.num_cached_tokens for one in self._firsts)
+
+    @property
+    def _firsts(self) -> list[Generation]:
+        """The generation of the first choice of each prompt."""
+        return self._generations[:: self.count]
+
+    @property
     def num_retries(self) -> int:
         return sum(generation.num_retries for generation in self._generations)
 
@@ -101,7 +111,7 @@ class Choices:
         await self._writer.end(self._usage())
 
     async def _answer(self, index: int) -> None:
-        prompt, choice = divmod(index, self._count)
+        prompt, choice = divmod(index, self.count)
         if choice > 0:
             await self._begun[prompt].wait()
         reason = await self._generations[index].run()
@@ -110,19 +120,19 @@ class Choices:
     def _emit(self, index: int) -> Emit:
         async def emit(token_id: int, logprobs: TokenLogprobs | None) -> bool:
             more = await self._writer.emit(index, token_id, logprobs)
-            self._begun[index // self._count].set()
+            self._begun[index // self.count].set()
             return more
 
         return emit
 
     def _usage(self) -> Usage:
-        firsts = [one.delivered for one in self._generations[:: self._count]]
+        firsts = [one.delivered for one in self._firsts]
         prompts = [one.prompt for one in firsts if one.prompt is not None]
         assert len(prompts) == len(firsts)
         return Usage(
             image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
             text_tokens=sum(prompt.num_text_tokens for prompt in prompts),
-            cached_tokens=sum(one.num_cached_tokens for one in firsts),
+            cached_tokens=self.num_cached_tokens,
             completion_tokens=self.num_output_tokens,
         )
 

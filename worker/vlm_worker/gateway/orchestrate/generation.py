@@ -331,7 +331,11 @@ class Routing:
             timeout = min(remaining, self.registry.timers.heartbeat)
             with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
                 await self.registry.waiters.wait_until(
-                    lambda: not waits(choose()), timeout=timeout, group=self.lack(route.stage)
+                    lambda: not waits(choose()),
+                    timeout=timeout,
+                    group=self.lack(route.stage),
+                    tenant=self.prepared.tenant,
+                    seconds=self.prepared.work_seconds,
                 )
             route = choose()
             if isinstance(route, NoRoute):

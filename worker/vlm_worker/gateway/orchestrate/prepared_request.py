@@ -38,6 +38,8 @@ class PreparedRequest:
         next_turn: returns the beginning of the next turn's prompt, by the answer's message as the
             client has it. It may take milliseconds. None if nothing is prefetched.
         echo: what its answers begin with: the prompt's text, or nothing.
+        tenant, work_seconds: whose turn it needs where requests wait for a pod, and the estimate of
+            its work; "" and 0 if requests wait in order of arrival.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -58,6 +60,8 @@ class PreparedRequest:
     next_turn: Callable[[Mapping[str, Any]], Prompt | None] | None = None
     pins_session: bool = False
     echo: str = ""
+    tenant: str = ""
+    work_seconds: float = 0.0
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
