@@ -235,10 +235,12 @@ class Endpoint:
                     stop_token_ids=options.sampling.stop_token_ids,
                     min_tokens=prepared.sampling.min_tokens,
                     kept_ids=form.kept_ids if form else frozenset(),
+                    lists_all=prepared.echo.lists_all,
                 )
                 for _ in range(len(requests) * options.num_choices)
             ],
             echoes=[one.echo for one in requests for _ in range(options.num_choices)],
+            texts=builder.token_texts,
             readers=[
                 form.reader(prepared.request_id, choice) if form else None
                 for choice in range(len(requests) * options.num_choices)
