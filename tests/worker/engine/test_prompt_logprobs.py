@@ -6,16 +6,14 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
-from worker.answers import answer_alone
+from worker.answers import answer_alone, prompt_alone
 from worker.engine.talk import about_image, error, events, text, tokens
 
 from vlm_worker.annotations import MAX_PROMPT_LOGPROBS
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import EngineError, InvalidRequestError
-from vlm_worker.testing import ChecksumRunner, plain_positions, slot_values
-from vlm_worker.testing_scores import prompt_logprob
+from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import PromptLogprobs, Request, TokenEvent
 
 NUM_TOP = 2
@@ -32,10 +30,8 @@ def values_of(told: list[Any]) -> list[tuple[int, float, int]]:
 
 
 def expected(request: Request) -> list[tuple[int, float, int]]:
-    ids = request.token_ids[: request.num_prompt_tokens]
-    context = slot_values(np.array(ids, np.int64), plain_positions(ids, ())[0])
-    values = [prompt_logprob(context[:index], ids[index]) for index in range(1, len(ids))]
-    return [(index, value, int(-value * 8)) for index, value in enumerate(values, 1)]
+    values = enumerate(prompt_alone(request), 1)
+    return [(index, value, int(-value * 8)) for index, value in values]
 
 
 def scored(name: str = "r", *, length: int = 10, **sampling: Any) -> Request:

@@ -285,6 +285,8 @@ def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[Any]) -> No
         ({"first_index": 0}, "first_index"),
         ({"logprobs": [], "ranks": []}, "logprobs"),
         ({"ranks": [1]}, "ranks"),
+        ({"ranks": [1, 0]}, "ranks"),
+        ({"ranks": [1, 2**32 - 1]}, "ranks"),
         ({"logprobs": [pb.TokenLogprobs(logprob=math.nan)] * 2}, "logprob"),
         ({"logprobs": [pb.TokenLogprobs(logprob=-1.0)] * 1025}, "logprobs"),
     ],

@@ -34,6 +34,8 @@ def _encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
 def _check_prompt(prompt: PromptLogprobs) -> None:
     if len(prompt.ranks) != len(prompt.logprobs):
         raise InvalidRequestError("prompt_logprobs.ranks must be one per token")
+    if not all(1 <= rank <= an.MAX_TOKEN_ID for rank in prompt.ranks):
+        raise InvalidRequestError(f"prompt_logprobs.ranks must be 1 to {an.MAX_TOKEN_ID}")
 
 
 LOGPROBS: Final = Codec.by_hand(TokenLogprobs, decode=_decode_logprobs, encode=_encode_logprobs)
