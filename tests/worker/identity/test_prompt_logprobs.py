@@ -15,11 +15,13 @@ from worker.identity.reference import load_reference
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.model import prompt_scores
-from vlm_worker.types import FailedEvent, PromptLogprobs, TokenLogprobs
+from vlm_worker.model.build import RunnerSettings, build_runner
+from vlm_worker.types import FailedEvent, PromptLogprobs, Stage, TokenEvent, TokenLogprobs
 
 NUM_TOP = 5
 APART = 1e-4
 NUM_QUESTIONS = 8
+KV_MEMORY_BYTES = 64 << 20
 
 
 def asked() -> list[Question]:
@@ -85,6 +87,35 @@ async def test_they_are_those_of_transformers_in_any_chunking_together_and_alone
     for question, found in zip(chosen, together, strict=True):
         check(question, found)
     check(chosen[0], alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_answer_is_the_same_with_and_without_them(dtype: str) -> None:
+    """Also where all layers and the head are one native call, which they leave."""
+    question = asked()[0]
+    runner = build_runner(
+        RunnerSettings(
+            SHAPES, tuple(Stage), dtype=dtype, block_size=4, kv_memory_bytes=KV_MEMORY_BYTES
+        )
+    )
+    answers = []
+    async with running(runner) as engine:
+        for wanted in (None, 0, NUM_TOP):
+            request = request_for(question, request_id=f"{wanted}", max_tokens=8, ignore_eos=True)
+            sampling = dataclasses.replace(
+                request.sampling, num_prompt_logprobs=wanted, num_logprobs=NUM_TOP
+            )
+            request = dataclasses.replace(request, sampling=sampling)
+            told = [one async for one in engine.submit_prefill(request, for_peer=False)]
+            answers.append([one for one in told if isinstance(one, TokenEvent)])
+    tokens = [[one.token_id for one in answer] for answer in answers]
+    assert len(tokens[0]) == 8
+    assert tokens[1] == tokens[2] == tokens[0]
+    first = [answer[0].logprobs for answer in answers]
+    assert first[1] == first[2]
+    assert all(one is not None for one in first)
+    values = [one.logprob for one in first if one is not None]
+    np.testing.assert_allclose(values, values[0], atol=APART)
 
 
 async def test_the_size_of_a_slice_does_not_change_them(monkeypatch: pytest.MonkeyPatch) -> None:
