@@ -405,7 +405,7 @@ def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice |
     pods, last_resort = usable.pool(Stage.PREFILL)
     if not pods:
         plain = "no prefill pod is ready that agrees with the decode pod"
-        return NoRoute(Stage.PREFILL, abilities.reason_of(demand, plain))
+        return NoRoute(Stage.PREFILL, abilities.UNSCORED if demand.is_scored else plain)
     if pods[0].role is not Role.PREFILL and decode and Stage.PREFILL in decode.pod.stages:
         return dataclasses.replace(decode, reason="no prefill pool: where it decodes")
     return _at_home(pods, _cached_prefix(demand), last_resort)

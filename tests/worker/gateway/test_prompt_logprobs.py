@@ -22,6 +22,7 @@ from worker.gateway.stack import (
     stack_of,
 )
 
+from vlm_worker.gateway.echo import LONG_VALUES
 from vlm_worker.types import Role, Stage
 
 PROMPT = "two blue squares and a red circle"
@@ -145,6 +146,22 @@ async def test_prompt_logprobs_are_in_the_form_of_vllm(served: Stack) -> None:
         likely = [value for one in shown[1:] for value in one.values()]
         assert all(set(value) == {"logprob", "rank", "decoded_token"} for value in likely)
         assert all(value["rank"] >= 1 for value in likely)
+
+
+async def test_a_long_prompt_has_the_form_of_a_short_one(served: Stack) -> None:
+    prompt = " ".join([PROMPT] * 30)
+    count = len(ids_of(served, prompt))
+    assert count * 21 > LONG_VALUES
+    extra = {"extra_body": {"prompt_logprobs": 20}}
+    async with client(served) as api:
+        few = await api.completions.create(**body(prompt, max_tokens=0, logprobs=0))
+        many = await api.completions.create(**body(prompt, max_tokens=0, logprobs=20, **extra))
+    (short,), (long,) = few.choices, many.choices
+    assert (long.text, short.text) == (prompt, prompt)
+    assert len(long.logprobs.tokens) == count == len(long.model_extra["prompt_logprobs"])
+    assert long.logprobs.token_logprobs == short.logprobs.token_logprobs
+    assert long.logprobs.text_offset == short.logprobs.text_offset
+    assert long.logprobs.text_offset[-1] < len(prompt)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 4])

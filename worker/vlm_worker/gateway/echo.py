@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.gateway.detokenization import (
@@ -20,6 +20,9 @@ from vlm_worker.gateway.detokenization import (
 )
 from vlm_worker.types import TokenLogprobs
 
+LONG_VALUES: Final = 4096
+"""Values beyond which a prompt is shown from a thread."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredPrompt:
@@ -28,6 +31,12 @@ class ScoredPrompt:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     ranks: tuple[int, ...]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes milliseconds to make what is shown of it."""
+        num_top = len(self.logprobs[0].top) if self.logprobs else 0
+        return len(self.logprobs) * (num_top + 1) > LONG_VALUES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

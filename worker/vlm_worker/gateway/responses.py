@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from vlm_worker.types import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 # A client that reads nothing for this time counts as disconnected.
@@ -180,8 +181,8 @@ class ResponseWriter:
         content = text if reader is None else reader.message
         whole = shape.whole(index, content, self._shown(tokens), finish_reason)
         if self._echoes[index].num_prompt_logprobs is not None and self._texts is not None:
-            prompt = self._prompts.get(index)
-            whole["prompt_logprobs"] = self._echoes[index].prompt_logprobs(self._texts, prompt)
+            show = self._echoes[index].prompt_logprobs
+            whole["prompt_logprobs"] = await self._of_prompt(index, show, self._texts)
         self._whole[index] = whole
 
     @property
@@ -244,7 +245,7 @@ class ResponseWriter:
         echo = self._echoes[index]
         piece = after(echo, piece)
         if first and (echo.text or echo.lists_all) and self._texts is not None:
-            shown = echo.chunk(self._texts, self._prompts.get(index))
+            shown = await self._of_prompt(index, echo.chunk, self._texts)
             piece = TextChunk(shown.text + piece.text, (*shown.tokens, *piece.tokens))
         deltas = self._deltas(index, piece, is_last=is_last)
         self._on_text(piece.text)
@@ -262,6 +263,14 @@ class ResponseWriter:
                 await self._response.write(self._envelope.chunk([choice]))
         if first and index == 0:  # the trace is of the first choice
             self._trace.first_byte_sent()
+
+    async def _of_prompt(
+        self, index: int, show: Callable[[TokenTexts, ScoredPrompt | None], T], texts: TokenTexts
+    ) -> T:
+        """What a choice shows of its prompt. A long one would block the event loop."""
+        prompt = self._prompts.get(index)
+        is_long = prompt is not None and prompt.is_long
+        return await asyncio.to_thread(show, texts, prompt) if is_long else show(texts, prompt)
 
     def _deltas(self, index: int, piece: TextChunk, *, is_last: bool) -> list[Delta]:
         """Return what a piece adds to its message, in order."""
