@@ -220,6 +220,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": -1}, "invalid_value", "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
     ({"logprobs": 21}, "invalid_value", "logprobs"),
+    ({"prompt": ["x y " * 300] * 16, "logprobs": 20, "n": 2}, "invalid_value", "logprobs"),
+    (
+        {"prompt": ["x y " * 300] * 16, "echo": False, "prompt_logprobs": 20, "n": 2},
+        "invalid_value",
+        "prompt_logprobs",
+    ),
 ]
 
 

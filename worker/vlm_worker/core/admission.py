@@ -94,8 +94,13 @@ class AdmissionController:
         most = pool.kinds.of(sequence).num_full(sequence.max_cached_tokens)
         return pool.match(sequence.hashes[:most])
 
-    def admit_ready(self) -> None:
-        for sequence in list(itertools.islice(self.ready, self._num_places)):
+    def admit_ready(self, *, to_prune: bool) -> None:
+        """Give rows to the sequences with complete KV; those that await pruning if `to_prune`.
+
+        They enter before the prunings of a turn: behind them, they would decode over unpruned KV.
+        """
+        able = (sequence for sequence in self.ready if to_prune or not sequence.awaits_pruning)
+        for sequence in list(itertools.islice(able, self._num_places)):
             del self.ready[sequence]
             self._batch.add(sequence)
 

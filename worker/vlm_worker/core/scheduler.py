@@ -116,7 +116,7 @@ class Scheduler:
 
     def sequences_to_prune(self) -> list[Sequence]:
         """The sequences to prune before the next step; those with complete KV enter first."""
-        self.admission.admit_ready()
+        self.admission.admit_ready(to_prune=True)
         return self.pruner.ready
 
     def prune(
@@ -138,7 +138,7 @@ class Scheduler:
 
         `now` is on the clock of `Sequence.arrived_at`, and never less than in the last call.
         """
-        self.admission.admit_ready()
+        self.admission.admit_ready(to_prune=False)
         preempted: list[Sequence] = []
         decodes = self._grow(preempted)
         token_budget = TokenBudget(

@@ -68,13 +68,12 @@ class StepLoop:
 
     def turn(self) -> bool:
         """Run one step, if a sequence can run; True if another turn may have work."""
-        preempted = self._pruning.run()
         started = self._clock()
+        has_preempted = self._pruning.run()
         schedule = self._scheduler.schedule(now=started)
         for sequence in schedule.admitted:
             self._admitted(sequence, started)
-        preempted += schedule.preempted
-        for sequence in preempted:
+        for sequence in schedule.preempted:
             self._sequences.readable_blocks.revoke(sequence.request.key)
             self._sequences.release_pins(sequence)
         for sequence, start in schedule.blocked_on_embedding:
@@ -82,7 +81,7 @@ class StepLoop:
         for sequence in schedule.blocked_on_kv:
             self._prompt_embeddings.release_pins(sequence)
         if schedule.plan is None:
-            return bool(preempted or schedule.blocked_on_embedding)
+            return bool(has_preempted or schedule.preempted or schedule.blocked_on_embedding)
         work = self._work(schedule.plan, num_prompts=len(schedule.admitted))
         for plan, output in self._execute_isolated(schedule.plan):
             if isinstance(output, EngineError):

@@ -25,9 +25,10 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema with `additionalProperties: false` in each object that names its properties.
 
     The schema stays as it is if parts of it combine for one object: properties that one part names
-    would be others of another part.
+    would be others of another part. With `oneOf`, a value of one closed part might be a value of
+    another part as well, which the schema does not accept.
     """
-    if any(_combines(part) for part in _parts(schema)):
+    if any(_combines(part) for part in parts_of(schema)):
         return schema
     found: Mapping[str, Any] = _closed(schema)
     return found
@@ -66,20 +67,20 @@ def _combines(schema: Mapping[str, Any]) -> bool:
     """Whether more than one part of a schema describes the same value."""
     every = schema.get("allOf")
     beside = ("properties" in schema) + sum(name in schema for name in _COMBINE)
-    return beside > 1 or (isinstance(every, list) and len(every) > 1)
+    return "oneOf" in schema or beside > 1 or (isinstance(every, list) and len(every) > 1)
 
 
-def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+def parts_of(value: Any) -> Iterator[Mapping[str, Any]]:
     """Each schema in a schema."""
     if isinstance(value, list):
         for one in value:
-            yield from _parts(one)
+            yield from parts_of(one)
     if not isinstance(value, dict):
         return
     yield value
     for name, held in value.items():
         if name in MAPS and isinstance(held, dict):
             for one in held.values():
-                yield from _parts(one)
+                yield from parts_of(one)
         elif name not in VALUES:
-            yield from _parts(held)
+            yield from parts_of(held)

@@ -120,11 +120,14 @@ class GatewayContext:
         self.num_inflight += 1
         self.idle.clear()
 
-    def leave(self, outcome: str) -> None:
-        """Record the end of a request. Sets `idle` after the last one."""
+    def leave(self, outcome: str, *, needs_workers: bool = True) -> None:
+        """Record the end of a request. Sets `idle` after the last one.
+
+        One that needs no workers keeps no pods of an idle service.
+        """
         self.meters.request(outcome)
         self.num_inflight -= 1
-        if outcome != "invalid":
+        if needs_workers and outcome != "invalid":
             self._last_active = self.clock()
         if self.num_inflight == 0:
             self.idle.set()

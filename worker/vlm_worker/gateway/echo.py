@@ -58,6 +58,11 @@ class Echo:
         """Whether `logprobs` has the tokens of prompt and answer, those without text too."""
         return self.num_logprobs is not None
 
+    def num_values(self, num_tokens: int) -> int:
+        """Log-probabilities that one choice shows of a prompt of `num_tokens`."""
+        shown = (self.num_logprobs, self.num_prompt_logprobs)
+        return num_tokens * sum(1 + num_top for num_top in shown if num_top is not None)
+
     def chunk(self, texts: TokenTexts, prompt: ScoredPrompt | None) -> TextChunk:
         """The text of the prompt, and its tokens if they are shown."""
         if self.num_logprobs is None or prompt is None:

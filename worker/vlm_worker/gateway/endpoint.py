@@ -70,7 +70,13 @@ class Exchange:
 
 
 class Endpoint:
-    """An ASGI application for one path."""
+    """An ASGI application for one path.
+
+    Attributes:
+        needs_workers: its requests keep the pods of a service that would be idle without them.
+    """
+
+    needs_workers = True
 
     def __init__(
         self, context: GatewayContext, kind: Kind, dialect: type[Dialect] = Dialect
@@ -118,7 +124,7 @@ class Endpoint:
             exchange.held.release()
             if exchange.trace is not None and exchange.trace.wake_seconds:
                 self._context.meters.waited_for_wake(exchange.trace.wake_seconds)
-            self._context.leave(exchange.outcome)
+            self._context.leave(exchange.outcome, needs_workers=self.needs_workers)
             self._log(exchange)
 
     async def _exchange(

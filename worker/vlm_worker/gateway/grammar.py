@@ -18,7 +18,7 @@ from typing import Any, Final
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.schema import Fields
-from vlm_worker.gateway.closed_schema import MAPS, VALUES, closed
+from vlm_worker.gateway.closed_schema import MAPS, VALUES, closed, parts_of
 
 MAX_NAME: Final = 64
 MAX_DESCRIPTION: Final = 4096
@@ -80,8 +80,8 @@ def of_schema(schema: Any, path: str) -> Grammar:
     """The grammar of JSON texts that a JSON Schema accepts. Raises ApiError (400)."""
     if not isinstance(schema, dict):
         raise invalid(f"'{path}' must be an object.", param=path, code="invalid_type")
-    if _OPTIONS in schema:
-        raise _keyword(path, (_OPTIONS,), "is not supported")
+    if any(_OPTIONS in part for part in parts_of(schema)):
+        raise _keyword(path, _find(schema, _OPTIONS) or (_OPTIONS,), "is not supported")
     options = {"whitespace_pattern": WHITESPACE}
     grammar = {"grammars": [{"json_schema": {**closed(schema), _OPTIONS: options}}]}
     return validated(json.dumps(grammar, separators=(",", ":")), path, schema=schema)

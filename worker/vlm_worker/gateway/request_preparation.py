@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from vlm_worker.gateway.api.completion_prompts import GivenPrompt
-from vlm_worker.gateway.api.completions import CompletionRequest, parse_completion
+from vlm_worker.gateway.api.completions import CompletionRequest, check_shown, parse_completion
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
@@ -56,7 +56,9 @@ from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_
 logger = logging.getLogger(__name__)
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
-LONG_TEXT_BYTES = 32 * 1024
+LONG_TEXT_BYTES = 8 * 1024
+# To write a message takes the time of so many bytes of text.
+_MESSAGE_BYTES = 64
 # An id in a tuple: the integer and the reference to it.
 _ID_BYTES = 36
 # Reductions that depend on the question or on load: the next turn may have another.
@@ -270,11 +272,11 @@ class Preparer:
         """
         options = request.options
         asked = options.sampling.grammar
+        parts = schemas_of(request.tools)  # alone, so that an error names its part
         grammar = enforced(request.tools, asked, form, self.prompt_builder.control_ids)
         if grammar is None or grammar is asked:
             return options
         check_end(options.sampling.given, grammar)
-        parts = schemas_of(request.tools)  # alone, so that an error names its part
         await self._check_grammars((*parts, grammar), tenant, guard)
         sampling = dataclasses.replace(options.sampling, grammar=grammar)
         return dataclasses.replace(options, sampling=sampling)
@@ -326,6 +328,7 @@ class Preparer:
         self, said: Conversation, images: Sequence[RequestImage], num_bytes: int
     ) -> Prompt:
         counts = [image.num_tokens for image in images]
+        num_bytes += _MESSAGE_BYTES * len(said.messages)
         return await _encode(functools.partial(self._chat_prompt, said, counts), num_bytes)
 
     def _chat_prompt(self, said: Conversation, counts: Sequence[int]) -> Prompt:
@@ -373,6 +376,7 @@ class Preparer:
             without = functools.partial(_unchanged, prompt)
             one = self._prepared_request(ask, without, ())
             prepared.append(dataclasses.replace(one, echo=request.echo_of(text)))
+        check_shown(request, [(one.echo, one.num_tokens(0)) for one in prepared])
         return tuple(prepared)
 
     def _check_given(self, given: GivenPrompt, config: Config) -> int:

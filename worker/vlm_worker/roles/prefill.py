@@ -225,7 +225,7 @@ def _spans(progress: _Progress, timer: CallTimer) -> tuple[StageSpan, ...]:
     scheduled = progress.scheduled or progress.submitted
     return (
         timer.span("prefill_queue", progress.submitted, scheduled),
-        timer.span("prefill", scheduled, progress.first_token_at),
+        timer.span("prefill", scheduled, progress.first_token_at or None),
     )
 
 

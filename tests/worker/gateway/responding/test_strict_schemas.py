@@ -18,7 +18,7 @@ from worker.gateway.responding.written import WRITERS, parsed
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.tools import Tool, ToolUse
 from vlm_worker.gateway.responding.builtin import builtin
-from vlm_worker.gateway.responding.enforceable import GrammarError
+from vlm_worker.gateway.responding.enforceable import GrammarError, Literals, read
 from vlm_worker.gateway.responding.enforced import enforced
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.gateway.responding.tool_grammar import CallTool
@@ -264,3 +264,24 @@ def test_white_space_has_at_most_four_characters(form: str) -> None:
 def test_control_tokens_of_the_test_are_those_of_the_formats() -> None:
     texts = itertools.chain(*(region.texts for region in builtin("gemma4").regions))
     assert set(IDS) & set(texts)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": 5}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"properties": [1]}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": "object", "required": 5}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": "string", "enum": 5}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": [{}]}},
+    ],
+)
+def test_a_reference_to_what_is_no_schema_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError):
+        read(schema)
+
+
+def test_an_integer_beyond_every_float_is_an_integer() -> None:
+    huge = 10**400
+    node = read({"properties": {"a": {"type": "integer", "enum": [huge]}}})
+    assert node.members[0].value == Literals((huge,))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final
 
 from vlm_worker.annotations import MAX_LOGPROBS
 from vlm_worker.gateway.api import schema
-from vlm_worker.gateway.api.completion_prompts import GivenPrompt, parse_prompts
+from vlm_worker.gateway.api.completion_prompts import GivenPrompt, check_echo, parse_prompts
 from vlm_worker.gateway.api.errors import invalid, unsupported
 from vlm_worker.gateway.api.requests import (
     MAX_CHOICES,
@@ -23,6 +24,8 @@ from vlm_worker.gateway.echo import Echo
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default."""
+MAX_VALUES: Final = 256 * 1024
+"""Log-probabilities of prompts in the answers of a request, which are held until they end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +80,23 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     take_visual(fields)
     fields.done()
     return CompletionRequest(options, prompts, echo, num_prompt, no_answer=max_tokens == 0)
+
+
+def check_shown(request: CompletionRequest, prompts: Sequence[tuple[Echo, int]]) -> None:
+    """Raise ApiError (400) if all choices show too much of their prompts.
+
+    `prompts` has what is shown of each, and its tokens.
+    """
+    num_choices = request.options.num_choices
+    check_echo([echo.text for echo, _ in prompts], num_choices)
+    num_values = num_choices * sum(echo.num_values(num_tokens) for echo, num_tokens in prompts)
+    if num_values > MAX_VALUES:
+        param = "prompt_logprobs" if request.num_prompt_logprobs is not None else "logprobs"
+        raise invalid(
+            f"'{param}' adds {num_values} log-probabilities of prompts to the answers; at most "
+            f"{MAX_VALUES} are allowed: send fewer or shorter prompts, or a smaller number.",
+            param=param,
+        )
 
 
 def _check_no_answer(sampling: SamplingOptions, *, echo: bool) -> None:

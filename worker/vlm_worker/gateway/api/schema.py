@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import enum
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
@@ -145,7 +144,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, types):
             raise self._type(name, expected)
         number: float = value
-        if math.isfinite(number) and minimum <= number <= maximum:
+        if minimum <= number <= maximum:  # NaN is in no range, and an integer may exceed any float
             return number
         raise invalid(
             f"'{self.at(name)}' must be between {minimum} and {maximum}.", param=self.at(name)

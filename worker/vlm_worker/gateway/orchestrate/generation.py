@@ -32,6 +32,7 @@ from vlm_worker.errors import (
     PeerLostError,
     WorkerError,
 )
+from vlm_worker.gateway.api.errors import invalid
 from vlm_worker.gateway.memory import Bound, FullError
 from vlm_worker.gateway.orchestrate.attempt import Attempt, wait_seconds
 from vlm_worker.gateway.orchestrate.prepared_request import DeliveredTokens, Emit, PreparedRequest
@@ -233,7 +234,18 @@ class RequestLimit:
 
     @contextlib.contextmanager
     def enter_more(self, first: AdmissionTicket, count: int) -> Iterator[list[AdmissionTicket]]:
-        """Admit the rest of `count` requests, of which `first` is admitted. Raises as `check`."""
+        """Admit the rest of `count` requests, of which `first` is admitted.
+
+        Raises:
+            ApiError: 400; so many may never wait.
+            FullError: as `check` does.
+        """
+        if count > self._size:
+            raise invalid(
+                f"'prompt' has {count} prompts, and {self._size} requests may wait on this "
+                "service: send fewer at once.",
+                param="prompt",
+            )
         with contextlib.ExitStack() as exits:
             yield [first, *(exits.enter_context(self.enter()) for _ in range(count - 1))]
 

@@ -84,7 +84,7 @@ class PreparedRequest:
             prefix_digest=digests.head,
             needs_decode=self.sampling.max_tokens - num_delivered > 1,
             constrained=bool(self.sampling.grammar),
-            has_minimum=bool(self.sampling.min_tokens),
+            has_minimum=self.sampling.min_tokens > num_delivered,
             is_scored=self.sampling.num_prompt_logprobs is not None and not num_delivered,
             inline=self.inline,
             num_image_tokens=sum(dict(images).values()),

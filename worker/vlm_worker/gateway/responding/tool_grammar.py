@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -149,6 +150,7 @@ class _Writer:
         self._end = end.nodes if end is not None else ()
         self._form = None if region is None else region.calls
         self._control_ids = control_ids
+        self._control = re.compile("|".join(map(re.escape, control_ids)) or r"(?!)")
         self._rules: list[str] = []
         self._dialect: DialectRules | None = None
         if isinstance(self._form, JsonCalls) and self._form.delimiters:
@@ -342,6 +344,8 @@ class _Writer:
 
     def _text(self, text: str) -> str:
         """Write a text, with the ids of the control tokens in it."""
+        if text and self._control.search(text) is None:
+            return _quoted(text)
         for token, token_id in self._control_ids.items():
             before, found, after = text.partition(token)
             if found:
