@@ -68,8 +68,9 @@ class SamplingParams:
     `frequency_penalty` and `presence_penalty` lower the logits of tokens that are in the answer, as
     OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
     (token id, bias) pairs in the order of their ids. `num_logprobs` n requests log-probabilities
-    of the chosen token and the n best ones; None requests none. `grammar` is llguidance's text of
-    what the answer must be (`core.grammars`), in UTF-8; empty if it may be anything.
+    of the chosen token and the n best ones; None requests none. `num_prompt_logprobs` requests
+    those of the prompt's tokens, likewise. `grammar` is llguidance's text of what the answer must
+    be (`core.grammars`), in UTF-8; empty if it may be anything.
     """
 
     max_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
@@ -150,6 +151,7 @@ class SamplingParams:
     ] = 1.0  # fmt: skip
     logit_bias: Annotated[tuple[tuple[int, float], ...], an.Pairs(), an.biases()] = ()
     num_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
+    num_prompt_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
     grammar: Annotated[bytes, an.max_bytes(an.MAX_GRAMMAR_BYTES)] = b""
 
 
@@ -381,6 +383,20 @@ class TokenLogprobs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens from index `first_index` on, one per token.
+
+    They are of the model's own distribution: biases and penalties are of the answer. `ranks` has
+    the rank of each token among all; 1 if no other is likelier. The first token of a prompt has
+    none, so `first_index` is at least 1.
+    """
+
+    first_index: Annotated[int, Between(1, an.MAX_TOKENS)]
+    logprobs: Annotated[tuple[TokenLogprobs, ...], an.count(1, an.MAX_PROMPT_LOGPROBS)]
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenEvent:
     """Token number `index` of the answer; `logprobs` is set if the request asked for them."""
 
@@ -415,7 +431,9 @@ class ScheduledEvent:
     at: float = 0.0
 
 
-EngineEvent = BlocksReady | TokenEvent | FinishedEvent | FailedEvent | ScheduledEvent
+EngineEvent = (
+    BlocksReady | PromptLogprobs | TokenEvent | FinishedEvent | FailedEvent | ScheduledEvent
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

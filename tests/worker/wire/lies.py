@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from vlm_worker.types import (
     FinishReason,
     ImageItem,
+    PromptLogprobs,
     Request,
     RequestKey,
     Role,
@@ -111,6 +112,7 @@ def client_doors() -> dict[str, Door]:
         "Accepted": (messages.Accepted("t-1", b"b" * 16, b"f" * 16, 10.0), prefilling),
         "FirstToken": (messages.FirstToken(0, 7, 4, FinishReason.STOP, LOGPROBS), prefilling),
         "PrefillDone": (messages.PrefillDone(), prefilling),
+        "PromptLogprobs": (PromptLogprobs(1, (LOGPROBS, LOGPROBS), (1, 3)), prefilling),
         "Tokens": (messages.Tokens(1, (7, 8), (LOGPROBS, LOGPROBS)), decoding),
         "Finished": (messages.Finished(FinishReason.LENGTH, 8), decoding),
     }

@@ -12,18 +12,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from vlm_worker.gateway.api.completion_prompts import GivenPrompt, check_echo
+from vlm_worker.gateway.api.completion_prompts import GivenPrompt
+from vlm_worker.gateway.api.completions import CompletionRequest, check_shown, parse_completion
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
-    CompletionRequest,
     ImagePart,
     Message,
     Options,
     TextPart,
     check_end,
     parse_chat,
-    parse_completion,
     parse_message,
 )
 from vlm_worker.gateway.api.tools import CallsParser
@@ -372,12 +371,12 @@ class Preparer:
         prepared = []
         for given, num_text_bytes in zip(request.prompts, num_bytes, strict=True):
             build = functools.partial(self._given_prompt, given, echo=request.echo)
-            prompt, echo = await _encode(build, sum(num_bytes))
+            prompt, text = await _encode(build, sum(num_bytes))
             ask = _Ask(request.options, config, request_id, tenant, num_text_bytes, given.path)
             without = functools.partial(_unchanged, prompt)
             one = self._prepared_request(ask, without, ())
-            prepared.append(dataclasses.replace(one, echo=echo))
-        check_echo([one.echo for one in prepared], request.options.num_choices)
+            prepared.append(dataclasses.replace(one, echo=request.echo_of(text)))
+        check_shown(request, [(one.echo, one.num_tokens(0)) for one in prepared])
         return tuple(prepared)
 
     def _check_given(self, given: GivenPrompt, config: Config) -> int:

@@ -123,6 +123,7 @@ class WorkerComponents:
             ),
             grammars=self.engine.constraints is not None,
             min_tokens=True,
+            prompt_logprobs=True,
         )
 
     def load(self, state: WorkerState) -> Load:

@@ -79,6 +79,11 @@ class Generation:
         self.request: Request | None = None  # of the attempt that succeeded
         self.delivered = DeliveredTokens(emit)
 
+    @property
+    def shows_no_answer(self) -> bool:
+        """Whether its tokens are not shown: the client wants the prompt alone."""
+        return self._prepared.echo.no_answer
+
     async def run(self) -> FinishReason:
         """Generate until the answer is complete.
 
@@ -353,7 +358,8 @@ class Routing:
         prepared = self.prepared
         sampling = prepared.sampling
         needs = bool(prepared.images), sampling.max_tokens > 1, bool(sampling.grammar)
-        return (stage, prepared.inline, *needs, bool(sampling.min_tokens))
+        is_scored = sampling.num_prompt_logprobs is not None
+        return (stage, prepared.inline, *needs, bool(sampling.min_tokens), is_scored)
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether only an encoder pod can help."""
