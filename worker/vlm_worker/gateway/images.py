@@ -19,7 +19,7 @@ import xxhash
 from vlm_worker.core.families import Family, Geometry
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.parts import ImagePart
 from vlm_worker.gateway.config import Config, Limits
 from vlm_worker.gateway.turns import Steps
 from vlm_worker.gateway.visual import Choice, VisualPolicy

@@ -14,13 +14,12 @@ from typing import Any, Literal, TypeVar
 
 from vlm_worker.gateway.api.completion_prompts import GivenPrompt
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
     CompletionRequest,
-    ImagePart,
     Message,
     Options,
-    TextPart,
     check_end,
     parse_chat,
     parse_completion,
