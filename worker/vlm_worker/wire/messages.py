@@ -29,6 +29,7 @@ from vlm_worker.types import (
     TokenLogprobs,
 )
 from vlm_worker.wire.codec import Codec
+from vlm_worker.wire.logprobs import decode_logprobs, encode_logprobs
 
 PROTOCOL_VERSION = 1
 MAX_INVITATION_BYTES = 64
@@ -351,30 +352,10 @@ def check_items(call: Any) -> None:  # Prefill, Prefetch or Decode
             raise InvalidRequestError("items must be in order and must not overlap")
 
 
-def _decode_logprobs(message: pb.TokenLogprobs, path: str) -> TokenLogprobs:
-    ids, values = message.top_token_ids, message.top_logprobs
-    if len(ids) != len(values) or len(ids) > an.MAX_LOGPROBS:
-        raise InvalidRequestError(
-            f"{path}top_logprobs must be those of up to {an.MAX_LOGPROBS} top_token_ids"
-        )
-    # The logarithm of a probability: not NaN, and at most 0 apart from rounding.
-    if not all(value <= 1.0 for value in (message.logprob, *values)):
-        raise InvalidRequestError(f"{path}logprob must be the logarithm of a probability")
-    return TokenLogprobs(message.logprob, tuple(zip(ids, values, strict=True)))
-
-
-def _encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(
-        logprob=logprobs.logprob,
-        top_token_ids=[token_id for token_id, _ in logprobs.top],
-        top_logprobs=[logprob for _, logprob in logprobs.top],
-    )
-
-
 Codec(Source, pb.Source)
 Codec(SamplingParams, pb.Sampling)
 Codec(ImageItem, pb.ImageItem, elsewhere=("source",))
-LOGPROBS: Final = Codec.by_hand(TokenLogprobs, decode=_decode_logprobs, encode=_encode_logprobs)
+LOGPROBS: Final = Codec.by_hand(TokenLogprobs, decode=decode_logprobs, encode=encode_logprobs)
 
 
 # ---- prefill ------------------------------------------------------------------------------------
