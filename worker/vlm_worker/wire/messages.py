@@ -17,6 +17,7 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.reduction import Reduction
 from vlm_worker.types import (
     STAGES,
+    EmbedLayout,
     FinishReason,
     ImageItem,
     Request,
@@ -78,7 +79,8 @@ class Hello:
     """The identity of a worker.
 
     `layout_fingerprint` is empty without KV. Workers that differ in `weights` exchange KV; answers
-    match neither's own (`docs/decisions/0016`). If true, it obeys `grammars`, `min_tokens`.
+    match neither's own (`docs/decisions/0016`). If true, it obeys `grammars`, `min_tokens`. With an
+    `embed_layout`, an encoder takes embeddings of clients.
     """
 
     role: Role
@@ -96,6 +98,7 @@ class Hello:
     protocol_version: int = PROTOCOL_VERSION
     grammars: bool = False
     min_tokens: bool = False
+    embed_layout: EmbedLayout | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ def _check_reduction(reduction: Reduction) -> None:
 Codec(StageSpan, pb.StageSpan)
 Codec(Reduction, pb.Reduction, check=_check_reduction)
 Codec(Limits, pb.Limits)
+Codec(EmbedLayout, pb.EmbedLayout)
 HELLO: Final = Codec(Hello, pb.HelloReply, before=_refuse_incompatible)
 LOAD: Final = Codec(Load, pb.LoadReply)
 CANCEL: Final = Codec(RequestKey, pb.CancelRequest)
@@ -216,7 +220,8 @@ FETCH_CALL: Final = Codec(FetchCall, pb.FetchRequest)
 class EncodeItem:
     """One image to encode, from its header; `max_pixels` 0 selects the model's limit.
 
-    `num_tokens` is after the `reduction`.
+    `num_tokens` is after the `reduction`. With a `grid_thw`, the bytes are the rows of a client's
+    embedding, and `format` is their dtype.
     """
 
     transfer_id: Id
@@ -227,6 +232,7 @@ class EncodeItem:
     max_pixels: Annotated[int, Between(0, an.MAX_PIXELS)]
     format: Label
     reduction: Reduction | None = None
+    grid_thw: Annotated[tuple[int, ...], an.grid(may_lack=True)] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
