@@ -5,7 +5,8 @@ read_body ─▶ bytes ─▶ read_json ─▶ values, and long data URLs as vie
     {"model":"m", ... "url":"data:image/png;base64,iVBOR..."}       up to 32 MiB
     {"model":"m", ... "url":"6f2c...1a.0"}    6f2c...1a.0 -> view   up to 4 MiB, and the images
 
-Only long data URLs that are values of a key "url" or "image_url" are taken out. The rest is parsed.
+Taken out are long data URLs that are values of a key "url" or "image_url", and the long base64 of
+safetensors files that are values of a key "data" or "image_embeds". The rest is parsed.
 
 The decoder rejects duplicate keys, NaN, lone surrogates and deep nesting. Parsers differ on them,
 so another parser may have validated a different request. The decoder counts values before it
@@ -197,7 +198,13 @@ MAX_DATA_STRINGS: Final = MAX_VALUES
 _PIECE = 16 * 1024
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
-_OPENING = b'"data:'
+# The beginning of a data URL; or a key, and the base64 of a safetensors file's first nine bytes: a
+# length below 65,536, and "{".
+_OPENING = re.compile(
+    rb'"(?:data:|(?:data|image_embeds)"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}'
+    rb'"(?:[A-Za-z0-9+/_-]|\\/){3}A{7}B7)'
+)
+_OPENING_BYTES = 64
 _URL_KEY = re.compile(rb'"(?:image_)?url"[ \t\r\n]*:[ \t\r\n]*\Z')
 _KEY_BYTES = 64
 _BACKSLASH = 0x5C
@@ -208,7 +215,7 @@ _YIELD_EVERY = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JsonBody:
-    """A JSON object. `images` has the long data URLs by their placeholders in `value`."""
+    """A JSON object. `images` has what was taken out, by its placeholders in `value`."""
 
     value: dict[str, Any]
     images: Mapping[str, memoryview]
@@ -260,7 +267,7 @@ def _take_images(body: BodyBytes) -> Steps[tuple[bytes, Mapping[str, memoryview]
     while num_kept + at - kept_to <= MAX_REST_BYTES:
         # If no image begins before this limit, the rest is too large.
         limit = kept_to + MAX_REST_BYTES - num_kept
-        start = yield from _find(body, _OPENING, at, limit)
+        start, is_embedding = yield from _find_opening(body, at, limit)
         if start < 0:
             break
         at = start + 1
@@ -274,7 +281,7 @@ def _take_images(body: BodyBytes) -> Steps[tuple[bytes, Mapping[str, memoryview]
         if num_seen % _YIELD_EVERY == 0:
             yield
         end = yield from _find(body, b'"', at, len(body))
-        if _is_image(body, start, end):
+        if _is_image(body, start, end, is_embedding=is_embedding):
             name = f"{token}.{len(images)}"
             images[name] = view[at:end]
             kept += (view[kept_to:at], name.encode())
@@ -291,16 +298,32 @@ def _take_images(body: BodyBytes) -> Steps[tuple[bytes, Mapping[str, memoryview]
     return b"".join((*kept, view[kept_to:])), images
 
 
-def _is_image(body: BodyBytes, start: int, end: int) -> bool:
-    """Whether the string between the quotes at `start` and `end` is a long data URL.
+def _is_image(body: BodyBytes, start: int, end: int, *, is_embedding: bool) -> bool:
+    """Whether the string between the quotes at `start` and `end` is taken out.
 
-    A quote after a backslash does not end a string; base64 contains no quote.
+    That is a long data URL, or with `is_embedding` any long string. A quote after a backslash does
+    not end a string; base64 contains no quote.
     """
-    return (
-        end - start > MIN_DATA_URL_BYTES
-        and body[end - 1] != _BACKSLASH
-        and _URL_KEY.search(body, max(0, start - _KEY_BYTES), start) is not None
-    )
+    if end - start <= MIN_DATA_URL_BYTES or body[end - 1] == _BACKSLASH:
+        return False
+    return is_embedding or _URL_KEY.search(body, max(0, start - _KEY_BYTES), start) is not None
+
+
+def _find_opening(body: BodyBytes, at: int, limit: int) -> Steps[tuple[int, bool]]:
+    """Find the quote before the next data URL or embedding that begins before `limit`.
+
+    Returns:
+        Its index, -1 if there is none, and whether it is that of an embedding.
+    """
+    end = min(limit, len(body))
+    while at < end:
+        found = _OPENING.search(body, at, min(at + _WINDOW, end) + _OPENING_BYTES)
+        if found is not None and found.start() < end:
+            text = found.group()
+            return found.start() + text.rindex(b'"'), text.count(b'"') > 1
+        at += _WINDOW
+        yield
+    return -1, False
 
 
 def _find(body: BodyBytes, what: bytes, at: int, limit: int) -> Steps[int]:

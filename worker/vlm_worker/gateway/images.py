@@ -2,6 +2,7 @@
 
 "data:image/png;base64,…" ─▶ bytes ─▶ header: format, oriented size ─▶ limits ─▶ number of tokens
 "https://…" ── fetching ───▶
+the embedding of an image ─▶ `client_embeddings`
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from vlm_worker.core.families import Family, Geometry
+from vlm_worker.core.image_geometry import Grid
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.parts import ImagePart
+from vlm_worker.gateway.api.parts import EmbedsPart, ImagePart
 from vlm_worker.gateway.base64_text import (
     PIECE_BYTES,
     NotBase64Error,
     TooManyBytesError,
     decode_base64,
 )
+from vlm_worker.gateway.client_embeddings import read_embedding
 from vlm_worker.gateway.config import Config, Limits
 from vlm_worker.gateway.turns import Steps
-from vlm_worker.gateway.visual import Choice, VisualPolicy
+from vlm_worker.gateway.visual import Choice, VisualPolicy, Why
 from vlm_worker.media.image_header import MIME_TYPES, ImageHeader, ImageLimits, read_header
 from vlm_worker.reduction import Reduction
+from vlm_worker.types import EmbedLayout
 
 _NO_IMAGES: Mapping[str, memoryview] = {}
 _NOTHING_FETCHED: Mapping[int, bytearray] = {}
@@ -40,6 +44,9 @@ class RequestImage:
 
     `max_pixels` limits the pixels that the model sees (0 = the model's maximum). `digest` is the
     XXH3-128 of `data` and serves routing only; the encoder computes the cache key.
+
+    If a client gave the embedding, `data` has its rows, `format` is their dtype, `grid_thw` is that
+    of the image, and its size is 0. It is never reduced.
     """
 
     data: bytes | bytearray
@@ -51,6 +58,7 @@ class RequestImage:
     digest: bytes
     path: str
     choice: Choice
+    grid_thw: Grid | None = None
 
     @property
     def reduction(self) -> Reduction | None:
@@ -65,12 +73,14 @@ def read_images(
     fetched: Mapping[int, bytearray] = _NOTHING_FETCHED,
     *,
     visual: VisualPolicy,
+    layout: EmbedLayout | None = None,
 ) -> Steps[tuple[RequestImage | None, ...]]:
     """Check every image and count its tokens. Fetches nothing and decodes no pixels.
 
-    `images` are the data URLs that were taken out of the body, by placeholder, and `fetched` the
-    bytes of the images at other URLs, by position in `parts`. The result has one entry per part;
-    None for a corrupt image that is skipped (`on_corrupt: Skip`).
+    `images` is what was taken out of the body, by placeholder, and `fetched` has the bytes of the
+    images at other URLs, by position in `parts`. `layout` is that of embeddings, if a part is one.
+    The result has one entry per part; None for a corrupt image that is skipped
+    (`on_corrupt: Skip`). A wrong embedding is never skipped.
 
     Raises:
         ApiError: 400; `param` is the path of the part.
@@ -78,6 +88,11 @@ def read_images(
     check_count(parts, config)
     images_read = []
     for index, part in enumerate(parts):
+        if isinstance(part, EmbedsPart):
+            assert layout is not None, "`layout_for` finds it, or refuses the request"
+            taken_out = images.get(part.url)
+            images_read.append((yield from _given(part, taken_out, config, family, layout)))
+            continue
         if index in fetched:
             mime_type, data = None, fetched[index]
             digest = yield from _digest(data)
@@ -89,6 +104,16 @@ def read_images(
         )
         yield
     return tuple(images_read)
+
+
+def check_taken_out(images: Mapping[str, memoryview], parts: Sequence[ImagePart]) -> None:
+    """Raise ApiError (400) if something was taken out of the body that is of no image part."""
+    if sum(part.url in images for part in parts) != len(images):
+        raise invalid(
+            "A long data URL or embedding stands where no image is expected; it belongs into "
+            "'image_url.url' or 'image_embeds.data'.",
+            param=None,
+        )
 
 
 def check_count(parts: Sequence[ImagePart], config: Config) -> None:
@@ -111,6 +136,35 @@ class _Bytes:
     mime_type: str | None
     data: bytearray
     digest: bytes
+
+
+def _given(
+    part: EmbedsPart,
+    taken_out: memoryview | None,
+    config: Config,
+    family: Family,
+    layout: EmbedLayout,
+) -> Steps[RequestImage]:
+    """Check an embedding. Policies of visual tokens do not apply: its client chose its tokens."""
+    given = yield from read_embedding(
+        part,
+        taken_out,
+        layout=layout,
+        processor=family.processor,
+        bytes_per_image=config.limits.bytes_per_image,
+    )
+    return RequestImage(
+        data=given.rows,
+        format=given.dtype,
+        width=0,
+        height=0,
+        num_tokens=given.num_tokens,
+        max_pixels=0,
+        digest=given.digest,
+        path=part.path,
+        choice=Choice(why=Why.OFF),
+        grid_thw=given.grid_thw,
+    )
 
 
 def _read(
