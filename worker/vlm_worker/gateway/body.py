@@ -198,13 +198,12 @@ MAX_DATA_STRINGS: Final = MAX_VALUES
 _PIECE = 16 * 1024
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
-# The beginning of a data URL; or a key, and the base64 of a safetensors file's first nine bytes: a
-# length below 65,536, and "{".
-_OPENING = re.compile(
-    rb'"(?:data:|(?:data|image_embeds)"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}'
-    rb'"(?:[A-Za-z0-9+/_-]|\\/){3}A{7}B7)'
+_OPENING = b'"data:'
+# In the base64 of a safetensors file: six zeros of a length below 65,536, and "{".
+_EMBEDDING = b"AAAAAAAB7"
+_EMBEDDING_KEY = re.compile(
+    rb'"(?:data|image_embeds)"[ \t\r\n]*:[ \t\r\n]*(")(?:[A-Za-z0-9+/_-]|\\/){3}\Z'
 )
-_OPENING_BYTES = 64
 _URL_KEY = re.compile(rb'"(?:image_)?url"[ \t\r\n]*:[ \t\r\n]*\Z')
 _KEY_BYTES = 64
 _BACKSLASH = 0x5C
@@ -263,11 +262,12 @@ def _take_images(body: BodyBytes) -> Steps[tuple[bytes, Mapping[str, memoryview]
     token = secrets.token_hex(16)
     images: dict[str, memoryview] = {}
     kept: list[memoryview | bytes] = []
+    openings = _Openings(body)
     num_kept = kept_to = at = num_seen = 0
     while num_kept + at - kept_to <= MAX_REST_BYTES:
         # If no image begins before this limit, the rest is too large.
         limit = kept_to + MAX_REST_BYTES - num_kept
-        start, is_embedding = yield from _find_opening(body, at, limit)
+        start, is_embedding = yield from openings.next(at, limit)
         if start < 0:
             break
         at = start + 1
@@ -309,21 +309,45 @@ def _is_image(body: BodyBytes, start: int, end: int, *, is_embedding: bool) -> b
     return is_embedding or _URL_KEY.search(body, max(0, start - _KEY_BYTES), start) is not None
 
 
-def _find_opening(body: BodyBytes, at: int, limit: int) -> Steps[tuple[int, bool]]:
-    """Find the quote before the next data URL or embedding that begins before `limit`.
+class _Openings:
+    """The quotes before data URLs and embeddings, in order. No byte is searched twice."""
 
-    Returns:
-        Its index, -1 if there is none, and whether it is that of an embedding.
-    """
-    end = min(limit, len(body))
-    while at < end:
-        found = _OPENING.search(body, at, min(at + _WINDOW, end) + _OPENING_BYTES)
-        if found is not None and found.start() < end:
-            text = found.group()
-            return found.start() + text.rindex(b'"'), text.count(b'"') > 1
-        at += _WINDOW
-        yield
-    return -1, False
+    def __init__(self, body: BodyBytes) -> None:
+        self._body = body
+        self._url = -1  # the next data URL, if it is not behind the caller
+        self._no_url_before = self._no_embedding_before = 0
+
+    def next(self, at: int, limit: int) -> Steps[tuple[int, bool]]:
+        """Find the next quote from `at` on that begins before `limit`.
+
+        Returns:
+            Its index, -1 if there is none, and whether it is that of an embedding.
+        """
+        url = yield from self._next_url(at, limit)
+        end = limit if url < 0 else url
+        embedding = yield from self._next_embedding(at, end)
+        return (url, False) if embedding < 0 else (embedding, True)
+
+    def _next_url(self, at: int, limit: int) -> Steps[int]:
+        if self._url < at:
+            start = max(at, self._no_url_before)
+            self._url = yield from _find(self._body, _OPENING, start, limit)
+            self._no_url_before = max(start, limit) if self._url < 0 else self._url
+        return self._url if self._url < limit else -1
+
+    def _next_embedding(self, at: int, end: int) -> Steps[int]:
+        start, num_others = max(at, self._no_embedding_before), 0
+        while (found := (yield from _find(self._body, _EMBEDDING, start, end))) >= 0:
+            start = self._no_embedding_before = found + 1
+            first = max(0, found - _KEY_BYTES)
+            key = _EMBEDDING_KEY.search(self._body, first, found)
+            if key is not None:
+                return key.start(1)
+            num_others += 1
+            if num_others % _YIELD_EVERY == 0:
+                yield
+        self._no_embedding_before = max(start, end)
+        return -1
 
 
 def _find(body: BodyBytes, what: bytes, at: int, limit: int) -> Steps[int]:
