@@ -68,11 +68,6 @@ def read_header(data: bytes | bytearray) -> GivenTensor:
         ClientEmbeddingError: the file is not safetensors, has not one tensor of two dimensions, or
             has more or fewer bytes than its header says.
     """
-    if bytes(data[:4]).startswith(_PICKLES):
-        raise ClientEmbeddingError(
-            "it is a pickle, as torch.save writes, which can run code; write the tensor with "
-            "safetensors.torch.save"
-        )
     start, fields = _fields(data)
     names = [name for name in fields if name != _METADATA]
     if len(names) != 1:
@@ -100,6 +95,11 @@ def read_header(data: bytes | bytearray) -> GivenTensor:
 def _fields(data: bytes | bytearray) -> tuple[int, dict[str, Any]]:
     """The start of the payload, and the header."""
     problem = ClientEmbeddingError("it is not a safetensors file; write one with safetensors")
+    if bytes(data[:4]).startswith(_PICKLES):  # a file with a header of 640 bytes begins alike
+        problem = ClientEmbeddingError(
+            "it is a pickle, as torch.save writes, which can run code; write the tensor with "
+            "safetensors.torch.save"
+        )
     if len(data) < _LENGTH.size:
         raise problem
     (length,) = _LENGTH.unpack_from(data)
