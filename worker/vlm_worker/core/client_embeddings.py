@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import struct
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 
@@ -139,7 +139,7 @@ def parse_grid(value: Any) -> Grid:
     return value[0], value[1], value[2]
 
 
-def _are_counts(value: Any, length: int) -> bool:
+def _are_counts(value: Any, length: int) -> TypeGuard[list[int]]:
     """Whether a value is an array of `length` numbers that may be dimensions."""
     if not isinstance(value, list) or len(value) != length:
         return False

@@ -86,7 +86,7 @@ def read_images(
         ApiError: 400; `param` is the path of the part.
     """
     check_count(parts, config)
-    images_read = []
+    images_read: list[RequestImage | None] = []
     for index, part in enumerate(parts):
         if isinstance(part, EmbedsPart):
             assert layout is not None, "`layout_for` finds it, or refuses the request"
