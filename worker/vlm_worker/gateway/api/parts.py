@@ -87,6 +87,12 @@ def _embeds(path: str, fields: Fields) -> EmbedsPart:
     if isinstance(value, str):
         data_path, grid_path, grid = path, path, None
         text = check_text(value, path, max_length=MAX_URL, min_length=1)
+    elif not isinstance(value, dict):
+        raise invalid(
+            f"'{path}' must be base64, or an object with 'data' and 'grid_thw'.",
+            param=path,
+            code="invalid_type",
+        )
     else:
         inner = Fields(path, value)
         text, data_path = _one_of(inner, _DATA_FIELDS)
