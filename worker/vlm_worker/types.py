@@ -290,15 +290,20 @@ class KVLayout:
 class EmbedLayout:
     """One row per visual token: `hidden_size` elements for the main embedding and each level."""
 
-    model_revision: str
-    hidden_size: int
-    num_levels: int
-    dtype: str
+    model_revision: Annotated[str, an.text(an.MAX_TEXT)]
+    hidden_size: Annotated[int, Between(1, an.MAX_TOKENS)]
+    num_levels: Annotated[int, Between(0, an.MAX_ITEMS)]
+    dtype: Annotated[str, an.text(an.MAX_LABEL)]
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one visual token's row, all levels."""
+        return self.hidden_size * (1 + self.num_levels)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one visual token's row."""
-        return self.hidden_size * (1 + self.num_levels) * ITEMSIZE[self.dtype]
+        return self.row_elements * ITEMSIZE[self.dtype]
 
     def row_bytes_of(self, reduction: Reduction | None) -> int:
         """Bytes of one row in a transfer: that of a reduced image is followed by its place."""
@@ -436,6 +441,9 @@ EngineEvent = (
 )
 
 
+NO_ROWS: Final = memoryview(b"")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedImage:
     """One decoded and preprocessed image, as input of the encoder.
@@ -444,7 +452,8 @@ class PreparedImage:
     an opaque buffer here. `image_key` and `num_tokens` are those of the whole image. A prompt gets
     its `kept_tokens`, as `reduction` says, under `kept_key`. `relevance` is uint16 `[R, C]` of its
     `cells`, in native order, if the method needs it and the pixels are known; else empty. `salt`
-    separates tenants, as in `image_key`.
+    separates tenants, as in `image_key`. If a client gave the embedding, `rows` has it as bytes,
+    `[num_tokens, row_bytes]`, and there are no patches.
     """
 
     image_key: bytes
@@ -454,6 +463,7 @@ class PreparedImage:
     reduction: Reduction | None = None
     relevance: bytes = b""
     salt: bytes = b""
+    rows: memoryview = NO_ROWS
 
     @property
     def kept_key(self) -> bytes:

@@ -281,6 +281,12 @@ class Gateway(Model):
         example=True,
         restarts=Restarts.GATEWAY,
     )
+    client_embeddings: bool = field(
+        False,
+        "Whether clients may send embeddings in place of images.",
+        example=True,
+        restarts=Restarts.GATEWAY,
+    )
     drain: GatewayDrain = field(GatewayDrain(), "How gateway pods end.", restarts=Restarts.NONE)
     auth: Auth = field(Auth(), "Authentication of clients.", restarts=Restarts.GATEWAY)
     tls: Tls = field(

@@ -14,6 +14,7 @@ from vlm_worker.annotations import MAX_TEXT
 from vlm_worker.errors import IncompatibleError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
+    EmbedLayout,
     FinishReason,
     ImageItem,
     PromptLogprobs,
@@ -101,8 +102,15 @@ def test_a_decode_call_survives(request: Request) -> None:
 
 def test_an_encode_call_survives() -> None:
     items = tuple(messages.EncodeItem(t, 100, 640, 480, 12, 5000, "JPEG") for t in ("t", "u"))
+    rows = messages.EncodeItem("v", 100, 0, 0, 12, 0, "bfloat16", grid_thw=(1, 6, 8))
     call = messages.EncodeCall(
-        KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3, pins_session=True
+        KEY,
+        (*items, rows),
+        b"s" * 32,
+        last_resort=True,
+        skip_corrupt=True,
+        priority=-3,
+        pins_session=True,
     )
     message = pb.EncodeBegin.FromString(messages.ENCODE_CALL.encode(call).SerializeToString())
     assert messages.ENCODE_CALL.decode(message) == call
@@ -162,7 +170,10 @@ def test_hello_and_load_survive() -> None:
         grammars=True,
         min_tokens=True,
         prompt_logprobs=True,
+        embed_layout=EmbedLayout("r", 8, 1, "bfloat16"),
     )
+    older = dataclasses.replace(hello, embed_layout=None)
+    assert messages.HELLO.decode(messages.HELLO.encode(older)) == older
     assert messages.HELLO.decode(messages.HELLO.encode(hello)) == hello
     load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
     assert messages.LOAD.decode(messages.LOAD.encode(load)) == load

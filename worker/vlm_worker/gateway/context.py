@@ -12,6 +12,7 @@ from typing import Any
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.gateway.client_embeddings import common_layout
 from vlm_worker.gateway.config import ConfigWatcher, Salts
 from vlm_worker.gateway.fair_queue import WorkEstimate
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
@@ -28,7 +29,7 @@ from vlm_worker.route import least_queued_seconds, missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor
 from vlm_worker.telemetry import SpanExporter
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class GatewayContext:
             fetcher=self.fetcher,
             session_prefetch=settings.session_prefetch,
             mark_history=settings.mark_history,
+            client_embeddings=settings.client_embeddings,
+            embed_layout=self._embed_layout,
         )
         self.prefetcher: SessionPrefetcher | None = None
         if settings.session_prefetch:
@@ -108,6 +111,11 @@ class GatewayContext:
         self.drain_ended = asyncio.Event()
         self.discovery_problem = ""  # why pods cannot be read; "" if they can
         self._was_ready = False
+
+    def _embed_layout(self) -> EmbedLayout | None:
+        """The layout of the embeddings that clients may send; None if the workers name none."""
+        peers = self.registry.peers.values()
+        return common_layout(peer.hello for peer in peers if peer.hello is not None)
 
     def declare(self, memory: ProcessMemory, resident: Callable[[], int]) -> None:
         """Limit requests to their part of the declared memory, and export all parts."""

@@ -33,7 +33,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits", "weights", "grammars", "min_tokens", "prompt_logprobs")
+    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits", "weights", "grammars", "min_tokens", "prompt_logprobs", "embed_layout")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class HelloReply(_message.Message):
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBED_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: str
     stages: _containers.RepeatedScalarFieldContainer[str]
@@ -66,7 +67,20 @@ class HelloReply(_message.Message):
     grammars: bool
     min_tokens: bool
     prompt_logprobs: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., weights: _Optional[str] = ..., grammars: _Optional[bool] = ..., min_tokens: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    embed_layout: EmbedLayout
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., weights: _Optional[str] = ..., grammars: _Optional[bool] = ..., min_tokens: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ..., embed_layout: _Optional[_Union[EmbedLayout, _Mapping]] = ...) -> None: ...
+
+class EmbedLayout(_message.Message):
+    __slots__ = ("model_revision", "hidden_size", "num_levels", "dtype")
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    model_revision: str
+    hidden_size: int
+    num_levels: int
+    dtype: str
+    def __init__(self, model_revision: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_levels: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("block_size_tokens", "kv_capacity_tokens", "max_model_len_tokens", "max_requests")
@@ -248,7 +262,7 @@ class EncodeBegin(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ..., pins_session: _Optional[bool] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
-    __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction")
+    __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction", "grid_thw")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +271,7 @@ class EncodeItem(_message.Message):
     MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     REDUCTION_FIELD_NUMBER: _ClassVar[int]
+    GRID_THW_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     num_bytes: int
     width: int
@@ -265,7 +280,8 @@ class EncodeItem(_message.Message):
     max_pixels: int
     format: str
     reduction: Reduction
-    def __init__(self, transfer_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., num_tokens: _Optional[int] = ..., max_pixels: _Optional[int] = ..., format: _Optional[str] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ...) -> None: ...
+    grid_thw: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, transfer_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., num_tokens: _Optional[int] = ..., max_pixels: _Optional[int] = ..., format: _Optional[str] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ..., grid_thw: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reduction(_message.Message):
     __slots__ = ("method", "keep_permille")

@@ -17,6 +17,7 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.reduction import Reduction
 from vlm_worker.types import (
     STAGES,
+    EmbedLayout,
     FinishReason,
     ImageItem,
     PromptLogprobs,
@@ -79,7 +80,8 @@ class Hello:
     """The identity of a worker.
 
     `layout_fingerprint` is empty without KV. Workers that differ in `weights` exchange KV; answers
-    match neither's own (`docs/decisions/0016`). If true, it obeys `grammars` and so on.
+    match neither's own (`docs/decisions/0016`). If true, it obeys `grammars` and so on. With an
+    `embed_layout`, an encoder takes embeddings of clients.
     """
 
     role: Role
@@ -98,6 +100,7 @@ class Hello:
     grammars: bool = False
     min_tokens: bool = False
     prompt_logprobs: bool = False
+    embed_layout: EmbedLayout | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,6 +166,7 @@ def _check_reduction(reduction: Reduction) -> None:
 Codec(StageSpan, pb.StageSpan)
 Codec(Reduction, pb.Reduction, check=_check_reduction)
 Codec(Limits, pb.Limits)
+Codec(EmbedLayout, pb.EmbedLayout)
 HELLO: Final = Codec(Hello, pb.HelloReply, before=_refuse_incompatible)
 LOAD: Final = Codec(Load, pb.LoadReply)
 CANCEL: Final = Codec(RequestKey, pb.CancelRequest)
@@ -218,7 +222,8 @@ FETCH_CALL: Final = Codec(FetchCall, pb.FetchRequest)
 class EncodeItem:
     """One image to encode, from its header; `max_pixels` 0 selects the model's limit.
 
-    `num_tokens` is after the `reduction`.
+    `num_tokens` is after the `reduction`. With a `grid_thw`, the bytes are the rows of a client's
+    embedding, and `format` is their dtype.
     """
 
     transfer_id: Id
@@ -229,6 +234,7 @@ class EncodeItem:
     max_pixels: Annotated[int, Between(0, an.MAX_PIXELS)]
     format: Label
     reduction: Reduction | None = None
+    grid_thw: Annotated[tuple[int, ...], an.grid(may_lack=True)] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

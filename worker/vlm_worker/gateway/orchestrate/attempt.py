@@ -404,6 +404,7 @@ class Encoding:
                     max_pixels=image.max_pixels,
                     format=image.format,
                     reduction=image.reduction,
+                    grid_thw=image.grid_thw or (),
                 )
                 for transfer_id, image in zip(self.transfer_ids, self._prepared.images, strict=True)
             ),
