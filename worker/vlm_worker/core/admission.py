@@ -86,12 +86,12 @@ class AdmissionController:
         return self._watermark + withheld
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest prefix hit that leaves a token to compute (K4).
+        """Blocks of the longest prefix hit within `Sequence.max_cached_tokens`.
 
         Answer tokens of a pruned sequence have other KV than those that are published.
         """
         pool = self._pool
-        most = pool.kinds.of(sequence).num_full(sequence.num_computable_tokens - 1)
+        most = pool.kinds.of(sequence).num_full(sequence.max_cached_tokens)
         return pool.match(sequence.hashes[:most])
 
     def admit_ready(self, *, to_prune: bool) -> None:
