@@ -3,6 +3,7 @@
     make clients                              # all; installs them if they are missing
     make clients ARGS='--client "AI SDK"'
     make clients ARGS=--write                 # also the table in docs/openai.md
+    make clients ARGS='--write --client LiteLLM'   # only the row of this client
 
 The server is a process of its own with the `shapes` model. Its template writes tools as hermes
 models do, because the one that `shapes` has knows none.
@@ -34,6 +35,7 @@ MODEL = ROOT / "examples" / "shapes" / "model"
 IMAGE = ROOT / "examples" / "quickstart" / "image.png"
 PAGE = ROOT / "docs" / "openai.md"
 START, END = "<!-- clients: start -->", "<!-- clients: end -->"
+HEADER = ("| client | version | calls |", "| --- | --- | --- |")
 SCRIPT_SECONDS = 300.0
 LOG_CHARS = 4000
 
@@ -111,14 +113,20 @@ def calls_of(name: str, url: str, model: Path) -> list[Call]:
     return calls or [Call("the script", "it reported no call")]
 
 
-def table(results: dict[str, list[Call]]) -> str:
-    """The table of docs/openai.md."""
-    lines = ["| client | version | calls |", "| --- | --- | --- |"]
-    for name, calls in results.items():
-        done = [call.name for call in calls if call.error is None]
-        failed = [f"**fails: {call.name}**" for call in calls if call.error is not None]
-        lines.append(f"| {name} | {version_of(CLIENTS[name])} | {'; '.join([*done, *failed])} |")
-    return "\n".join(lines)
+def row(name: str, calls: list[Call]) -> str:
+    """One client's row in the table of docs/openai.md."""
+    done = [call.name for call in calls if call.error is None]
+    failed = [f"**fails: {call.name}**" for call in calls if call.error is not None]
+    return f"| {name} | {version_of(CLIENTS[name])} | {'; '.join([*done, *failed])} |"
+
+
+def with_rows(page: str, rows: dict[str, str]) -> str:
+    """The page with these rows in its table; rows of other clients stay as they are."""
+    before, _, rest = page.partition(START)
+    old, _, after = rest.partition(END)
+    all_rows = {line.split(" | ")[0].removeprefix("| "): line for line in old.split("\n")} | rows
+    table = "\n".join([*HEADER, *(all_rows[name] for name in CLIENTS if name in all_rows)])
+    return f"{before}{START}\n\n{table}\n\n{END}{after}"
 
 
 def main() -> int:
@@ -142,9 +150,8 @@ def main() -> int:
                 if call.error:
                     print(f"      {call.error}")
     if arguments.write:
-        text = PAGE.read_text()
-        before, after = text.partition(START)[0], text.partition(END)[2]
-        PAGE.write_text(f"{before}{START}\n\n{table(results)}\n\n{END}{after}")
+        rows = {name: row(name, calls) for name, calls in results.items()}
+        PAGE.write_text(with_rows(PAGE.read_text(), rows))
     return int(any(call.error for calls in results.values() for call in calls))
 
 
