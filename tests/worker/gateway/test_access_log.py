@@ -108,7 +108,7 @@ async def test_probes_write_no_line(
 ) -> None:
     caplog.set_level(logging.INFO)
     async with stack(*P_D, config=config, api_keys_dir=keys) as served:
-        for path in ("/healthz", "/readyz"):
+        for path in ("/healthz", "/readyz", "/health"):
             assert (await ask(served, "GET", path)).status_code == 200
     assert lines(caplog) == []
 
