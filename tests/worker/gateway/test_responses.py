@@ -9,6 +9,7 @@ import pytest
 from worker.gateway.test_text_assembler import falls_back, with_bytes
 
 from vlm_worker.core.token_texts import TokenTexts
+from vlm_worker.gateway.api.schema import StreamUsage
 from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.responses import CompletionShape, Envelope, Response, ResponseWriter, Usage
@@ -45,7 +46,7 @@ async def test_a_stop_string_in_the_last_run_of_bytes_is_why_the_answer_ends(
     client = Client()
     writer = ResponseWriter(
         Response(client.send),
-        Envelope(CompletionShape(), "r", created=0, model="m", include_usage=False),
+        Envelope(CompletionShape(), "r", created=0, model="m", usage=StreamUsage.NONE),
         stream=stream,
         assemblers=[TextAssembler(falls_back(), TokenTexts(falls_back()), stop=("한😀",))],
         with_logprobs=False,

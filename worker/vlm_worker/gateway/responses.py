@@ -18,6 +18,7 @@ import msgspec
 
 from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.gateway.api.errors import ApiError
+from vlm_worker.gateway.api.schema import StreamUsage
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
 from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt, after
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
@@ -139,6 +140,7 @@ class ResponseWriter:
         self._echoes = echoes or [NO_ECHO] * len(assemblers)
         self._texts = texts
         self._prompts: dict[int, ScoredPrompt | None] = {}
+        self._usage: Callable[[], Usage] | None = None
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
@@ -146,9 +148,13 @@ class ResponseWriter:
         self._held: dict[int, list[TextChunk]] = {}
         self._whole: dict[int, dict[str, Any]] = {}
 
-    def begin(self, index: int, prompt: ScoredPrompt | None) -> None:
-        """Begin a choice, before its first token, with the log-probabilities of its prompt."""
+    def begin(self, index: int, prompt: ScoredPrompt | None, usage: Callable[[], Usage]) -> None:
+        """Begin a choice, before its first token, with the log-probabilities of its prompt.
+
+        `usage` returns that of the request so far.
+        """
         self._prompts.setdefault(index, prompt)
+        self._usage = usage
 
     async def emit(self, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Deliver a token of a choice; return False once the answer is complete.
@@ -177,7 +183,7 @@ class ResponseWriter:
         shape = self._envelope.shape
         if self._stream:
             last = [shape.last(index, finish_reason)]
-            await self._response.write(self._envelope.chunk(last, extra=self._timing))
+            await self._write(last, extra=self._timing)
             return
         held = self._held[index]
         text = "".join(piece.text for piece in held)
@@ -209,7 +215,7 @@ class ResponseWriter:
             body = envelope.whole(choices, usage, extra=self._timing)
             await self._response.whole(200, body, {})
             return
-        if envelope.include_usage:
+        if envelope.usage is not StreamUsage.NONE:
             await self._response.write(envelope.chunk([], usage=usage, extra=self._timing))
         await self._response.write(DONE)
         await self._response.end()
@@ -264,9 +270,17 @@ class ResponseWriter:
                     index, delta, self._shown(tokens), is_first=first and delta is deltas[0]
                 )
                 tokens = ()
-                await self._response.write(self._envelope.chunk([choice]))
+                await self._write([choice])
         if first and index == 0:  # the trace is of the first choice
             self._trace.first_byte_sent()
+
+    async def _write(
+        self, choices: list[dict[str, Any]], *, extra: dict[str, Any] | None = None
+    ) -> None:
+        usage = None
+        if self._envelope.usage is StreamUsage.IN_EACH and self._usage is not None:
+            usage = self._with_reasoning(self._usage())
+        await self._response.write(self._envelope.chunk(choices, usage=usage, extra=extra))
 
     async def _of_prompt(
         self, index: int, show: Callable[[TokenTexts, ScoredPrompt | None], T], texts: TokenTexts
@@ -414,13 +428,13 @@ Shape = ChatShape | CompletionShape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Envelope:
-    """The common fields of all chunks of one answer."""
+    """The common fields of all chunks of one answer; `usage` is of a stream."""
 
     shape: Shape
     request_id: str
     created: int
     model: str
-    include_usage: bool
+    usage: StreamUsage
 
     def chunk(
         self,
@@ -431,7 +445,7 @@ class Envelope:
     ) -> bytes:
         """Return a server-sent event. The last one of a stream has the usage and no choice."""
         body = self._body(self.shape.chunk_object, choices)
-        if self.include_usage:
+        if self.usage is not StreamUsage.NONE:
             body["usage"] = usage.body if usage else None
         return event(body | (extra or {}))
 
