@@ -41,7 +41,9 @@ CLIENTS = {
     "LiteLLM": OpenAIClient("by_litellm.py", ("litellm==1.110.2",)),
     "instructor": OpenAIClient("by_instructor.py", ("instructor==1.17.0", "pillow==13.0.0")),
     "OpenAI Agents SDK": OpenAIClient("by_agents.py", ("openai-agents==0.24.0",)),
-    "lm-evaluation-harness": OpenAIClient("by_lm_eval.py", ("lm-eval[api]==0.4.13",)),
+    "lm-evaluation-harness": OpenAIClient(
+        "by_lm_eval.py", ("lm-eval[api]==0.4.13", "transformers==5.23.0", "pillow==13.0.0")
+    ),
     "GuideLLM": OpenAIClient("by_guidellm.py", ("guidellm==0.8.1",)),
 }
 
