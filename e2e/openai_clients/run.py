@@ -36,7 +36,7 @@ IMAGE = ROOT / "examples" / "quickstart" / "image.png"
 PAGE = ROOT / "docs" / "openai.md"
 START, END = "<!-- clients: start -->", "<!-- clients: end -->"
 HEADER = ("| client | version | calls |", "| --- | --- | --- |")
-SCRIPT_SECONDS = 300.0
+SCRIPT_SECONDS = 600.0
 LOG_CHARS = 4000
 
 
@@ -48,9 +48,23 @@ class Call:
     error: str | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is ready.
+
+    Attributes:
+        url: with `/v1`.
+        metrics: the URL of the gateway's metrics.
+        model: the folder of its model.
+    """
+
+    url: str
+    metrics: str
+    model: Path
+
+
 @contextlib.contextmanager
-def served() -> Iterator[tuple[str, Path]]:
-    """A server that is ready: its URL with `/v1`, and the folder of its model."""
+def served() -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         shutil.copytree(MODEL, model)
@@ -62,25 +76,26 @@ def served() -> Iterator[tuple[str, Path]]:
             assert server.stderr is not None
             reader = threading.Thread(target=server.stderr.read)  # it never waits to print
             try:
-                url = _url(server.stderr)
+                metrics = _url(server.stderr, r"metrics of the gateway: (\S+)")
+                url = _url(server.stderr, r"is served at (\S+);")
                 reader.start()
-                yield url, model
+                yield Server(url, metrics, model)
             finally:
                 server.terminate()
                 if reader.ident is not None:
                     reader.join()
 
 
-def _url(lines: Iterable[str]) -> str:
+def _url(lines: Iterable[str], pattern: str) -> str:
     told = []
     for line in lines:
         told.append(line)
-        if found := re.search(r"is served at (\S+);", line):
+        if found := re.search(pattern, line):
             return found[1]
     raise RuntimeError(f"the server ended: {''.join(told)[-LOG_CHARS:]}")
 
 
-def calls_of(name: str, url: str, model: Path) -> list[Call]:
+def calls_of(name: str, server: Server) -> list[Call]:
     """Run the script of a client; what it did not report is a failed call.
 
     Raises:
@@ -90,8 +105,9 @@ def calls_of(name: str, url: str, model: Path) -> list[Call]:
         command = command_of(CLIENTS[name], Path(work))
         environment = {
             **os.environ,
-            "BASE_URL": url, "MODEL": "shapes", "MODEL_DIR": str(model), "IMAGE": str(IMAGE),
-            "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": url, "HF_HUB_OFFLINE": "1",
+            "BASE_URL": server.url, "METRICS_URL": server.metrics, "MODEL": "shapes",
+            "MODEL_DIR": str(server.model), "IMAGE": str(IMAGE), "OPENAI_API_KEY": "none",
+            "OPENAI_BASE_URL": server.url, "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         try:
             done = subprocess.run(
@@ -138,10 +154,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table of docs/openai.md")
     arguments = parser.parse_args()
     results: dict[str, list[Call]] = {}
-    with served() as (url, model):
+    with served() as server:
         for name in arguments.client or CLIENTS:
             try:
-                results[name] = calls_of(name, url, model)
+                results[name] = calls_of(name, server)
             except UnavailableError as error:
                 print(f"skipped {name}: {error}")
                 continue

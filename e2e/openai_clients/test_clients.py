@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from openai_clients.clients import CLIENTS
-from openai_clients.run import END, HEADER, START, Call, calls_of, row, served, with_rows
+from openai_clients.run import END, HEADER, START, Call, Server, calls_of, row, served, with_rows
 from pinned import UnavailableError
 
 INSTALLED = [name for name, client in CLIENTS.items() if not client.pins]
@@ -19,18 +18,15 @@ OTHERS = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, Path]]:
+def server() -> Iterator[Server]:
     with served() as started:
         yield started
 
 
 @pytest.mark.parametrize("name", [*INSTALLED, *OTHERS])
-def test_each_call_of_a_client_does_what_the_client_promises(
-    name: str, server: tuple[str, Path]
-) -> None:
-    url, model = server
+def test_each_call_of_a_client_does_what_the_client_promises(name: str, server: Server) -> None:
     try:
-        calls = calls_of(name, url, model)
+        calls = calls_of(name, server)
     except UnavailableError as error:
         pytest.skip(str(error))
     assert [call for call in calls if call.error is not None] == []
