@@ -48,6 +48,7 @@ CLIENTS = {
         "by_lm_eval.py", ("lm-eval[api]==0.4.13", "transformers==5.23.0", "pillow==13.0.0")
     ),
     "GuideLLM": OpenAIClient("by_guidellm.py", ("guidellm[vision]==0.8.1",), ("torch",)),
+    "Open WebUI": OpenAIClient("by_open_webui.py", ("open-webui==0.12.4",), ("torch",)),
 }
 
 

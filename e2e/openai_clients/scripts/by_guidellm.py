@@ -30,7 +30,7 @@ def _run(api: str, *data: str) -> Any:
 
     Each answer is a letter again and again: GuideLLM sees no first token in one without text.
     """
-    report = Path(tempfile.mkdtemp()) / "report.json"
+    report = Path(tempfile.mkdtemp(dir=Path.cwd())) / "report.json"
     subprocess.run(
         [
             str(Path(sys.executable).with_name("guidellm")), "run",

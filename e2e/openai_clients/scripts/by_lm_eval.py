@@ -20,7 +20,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 os.environ["OPENAI_API_KEY"] = "none"
-WORK = Path(tempfile.mkdtemp())
+WORK = Path(tempfile.mkdtemp(dir=Path.cwd()))
 MODEL_DIR = os.environ["MODEL_DIR"]
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 SUMS = [{"question": f"What is {a} + 1?", "answer": str(a + 1)} for a in (1, 2, 3)]
