@@ -359,7 +359,8 @@ class Routing:
         sampling = prepared.sampling
         needs = bool(prepared.images), sampling.max_tokens > 1, bool(sampling.grammar)
         is_scored = sampling.num_prompt_logprobs is not None
-        return (stage, prepared.inline, *needs, bool(sampling.min_tokens), is_scored)
+        abilities = bool(sampling.min_tokens), is_scored, prepared.embed_layout
+        return (stage, prepared.inline, *needs, *abilities)
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether only an encoder pod can help."""
