@@ -261,6 +261,15 @@ def test_a_format_begins_behind_the_reasoning(in_reasoning: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
+def test_values_of_an_enum_count_by_characters(form: str) -> None:
+    """Escapes would make six of each."""
+    schema = {"properties": {"a": {"enum": ["日" * 50_000]}}, "additionalProperties": False}
+    tools = [CallTool("f", schema)]
+    text = tool_grammar(builtin(form), tools, mode="required", parallel=True, control_ids={})
+    assert "日" * 50_000 in text
+
+
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
 def test_references_cost_no_more_than_the_schema(form: str) -> None:
     """Each of ten definitions names the next one often: written out, they are 10^10."""
     names = [f"n{number}" for number in range(10)]
