@@ -47,7 +47,7 @@ from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.request_guard import Guard, unguarded
-from vlm_worker.gateway.responding.enforced import enforced, schemas_of
+from vlm_worker.gateway.responding.enforced import must_write, written
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.sampling_defaults import check_min_tokens, check_sampling, sampling_of
 from vlm_worker.gateway.turns import Steps, Turns, at_once
@@ -278,12 +278,14 @@ class Preparer:
         """
         options = request.options
         asked = options.sampling.grammar
-        parts = schemas_of(request.tools)  # alone, so that an error names its part
-        grammar = enforced(request.tools, asked, form, self.prompt_builder.control_ids)
-        if grammar is None or grammar is asked:
+        if not must_write(request.tools, asked, form):
             return options
-        check_end(options.sampling.given, grammar)
-        await self._check_grammars((*parts, grammar), tenant, guard)
+        control_ids = self.prompt_builder.control_ids
+        write = functools.partial(written, request.tools, asked, form, control_ids)
+        grammars = await guard(self.grammar_checks.write(write, tenant=tenant))
+        check_end(options.sampling.given, grammars[-1])
+        await self._check_grammars(grammars, tenant, guard)
+        grammar = grammars[-1]
         sampling = dataclasses.replace(options.sampling, grammar=grammar)
         return dataclasses.replace(options, sampling=sampling)
 

@@ -12,6 +12,27 @@ from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.gateway.responding.tool_grammar import content_grammar, grammar_of
 
 
+def must_write(use: ToolUse, asked: Grammar | None, form: AnswerForm | None) -> bool:
+    """Whether `written` has a grammar to write. Arguments are those of `enforced`."""
+    if form is None:
+        return False
+    tools = use.choice == "required" or any(tool.strict for tool in use.offered)
+    return asked is not None or (bool(use.offered) and tools)
+
+
+def written(
+    use: ToolUse, asked: Grammar | None, form: AnswerForm | None, control_ids: Mapping[str, int]
+) -> tuple[Grammar, ...]:
+    """Return the grammars of the schemas of strict tools, and last the one of an answer.
+
+    Each is checked, so that an error names its tool. It takes up to a second. Raises as `enforced`.
+    """
+    parts = schemas_of(use)
+    grammar = enforced(use, asked, form, control_ids)
+    assert grammar is not None, "`must_write` is true"
+    return (*parts, grammar)
+
+
 def enforced(
     use: ToolUse, asked: Grammar | None, form: AnswerForm | None, control_ids: Mapping[str, int]
 ) -> Grammar | None:
