@@ -96,9 +96,17 @@ async def test_more_checks_than_may_wait_are_a_429_that_says_when() -> None:
         await until(lambda: checks._turns.num_waiting("") == 0)
 
 
-STRICT = [{"type": "function", "function": {"name": "f", "strict": True, "parameters":
-           {"properties": {"a": {"type": "integer"}}, "required": ["a"],
-            "additionalProperties": False}}}]  # fmt: skip
+def strict(a: dict[str, Any]) -> list[dict[str, Any]]:
+    schema = {"properties": {"a": a}, "required": ["a"], "additionalProperties": False}
+    schema["$defs"] = {"n": {"type": "integer"}}
+    return [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
+
+
+LONG = {
+    "size": strict({"type": "integer", "description": "long " * 250}),
+    "references": strict({"$ref": "#/$defs/n"}),
+}
+SHORT = strict({"type": "integer"})
 
 
 @pytest.fixture
@@ -133,20 +141,24 @@ def writing() -> Iterator[Writing]:
         one.end.set()
 
 
-async def test_a_grammar_of_strict_tools_is_written_on_a_thread_in_turn(calling: Stack) -> None:
+@pytest.mark.parametrize("why", LONG)
+async def test_a_grammar_of_strict_tools_is_written_on_a_thread_in_turn(
+    calling: Stack, why: str
+) -> None:
     """While that thread writes another one, its request waits and others are answered."""
     checks, limit = checks_of(calling), calling.gateway.context.retry_policy.request_limit
     with writing() as slow:
         first = asyncio.create_task(checks.write(slow, tenant=""))
         await until(slow.begun.is_set)
         assert slow.thread != threading.get_ident()
-        strict = asyncio.create_task(post(calling, tools=STRICT))
+        long = asyncio.create_task(post(calling, tools=LONG[why]))
         await until(lambda: checks._writing.num_waiting("") == 1)
         assert limit.num_waiting == 0
-        assert (await post(calling)).status_code == 200
-        assert not strict.done()
+        for tools in (None, SHORT):
+            assert (await post(calling, tools=tools)).status_code == 200
+        assert not long.done()
     assert await first == "written"
-    assert (await strict).status_code == 200
+    assert (await long).status_code == 200
 
 
 async def test_a_request_that_ends_leaves_the_turn_to_what_is_written_for_it(

@@ -113,6 +113,11 @@ def exceeds(value: Any, num_bytes: int) -> bool:
     return num_bytes < 0
 
 
+def has_options(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema has options of the library, which are not a client's to set."""
+    return _find(schema, _OPTIONS) is not None
+
+
 def validated(text: str, path: str, *, schema: Mapping[str, Any] | None = None) -> Grammar:
     """A Lark text, or llguidance's JSON, as a grammar of bounded size; `schema` as in `Grammar`.
 
