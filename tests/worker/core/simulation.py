@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -134,6 +135,7 @@ class Simulation:
         self.cached: dict[str, int] = {}
         self.held: list[Sequence] = []
         self.max_chunk = 0
+        self.without_copies: collections.Counter[str] = collections.Counter()
 
     def add(
         self, work: Work, *, for_peer: bool = False, lane: Lane = Lane.TEXT, reserved: bool = False
@@ -196,6 +198,9 @@ class Simulation:
             moves, _ = self.scheduler.prune(sequence, mass)
             if moves is not None:
                 self.runner.move_rows(moves.sources, moves.targets)
+            else:
+                assert sequence.status is Status.WAITING
+                self.without_copies[sequence.request.key.request_id] += 1
             self.check_books()
         return bool(ready)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from vlm_worker.core.admission_policy import preemption_order
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.pruning import (
@@ -42,7 +43,7 @@ class Pruner:
     """Prunes the sequences of one batch. Only the scheduler uses it.
 
     `make_room` preempts a sequence so that the given one gets a block; False if it preempts the
-    given one, or none.
+    given one.
     """
 
     def __init__(
@@ -54,13 +55,15 @@ class Pruner:
 
     @property
     def ready(self) -> list[Sequence]:
-        """The running sequences whose prompt is computed, and that await pruning."""
+        """The sequences that are ready, the one that is preempted last first."""
+        return sorted(filter(self.is_ready, self._batch.awaiting_pruning), key=preemption_order)
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether a running sequence awaits pruning, and its prompt is computed."""
         batch = self._batch
-        return [
-            sequence
-            for sequence in batch.awaiting_pruning
-            if int(batch.num_computed[sequence.row]) >= _num_prompt(sequence)
-        ]
+        if sequence not in batch.awaiting_pruning:
+            return False
+        return int(batch.num_computed[sequence.row]) >= _num_prompt(sequence)
 
     def observed_inputs(self, sequence: Sequence) -> StepInputs:
         """The observed rows of a computed prompt, as a step that samples none.
@@ -92,8 +95,8 @@ class Pruner:
         `mass` is float32 `[num_prompt_tokens]`.
 
         Returns:
-            The rows to copy before the next step, or None if the blocks are missing: the sequence
-            was preempted, or awaits pruning still.
+            The rows to copy before the next step, or None if the blocks were missing, so that the
+            sequence was preempted.
         """
         batch, pool = self._batch, self._pool
         row = sequence.row

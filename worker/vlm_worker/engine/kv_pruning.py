@@ -27,31 +27,23 @@ class KVPruning:
     def __init__(self, context: EngineContext, sequences: Sequences) -> None:
         self._context, self._sequences = context, sequences
         self._scheduler = sequences.scheduler
-        # Sequences without blocks for their rest, with what there was when they were tried.
-        self._missing: dict[Sequence, tuple[int, int]] = {}
 
     def run(self) -> bool:
         """Prune all sequences that are ready; True if one was preempted for their blocks."""
         ready = self._scheduler.sequences_to_prune()
         if not ready:
-            self._missing.clear()
             return False
-        self._missing = {one: tried for one, tried in self._missing.items() if one in ready}
         self._context.events.flush()  # the first tokens do not wait for it
         has_preempted = False
         for sequence in ready:
-            if sequence.row is None or self._missing.get(sequence) == self._has():
-                continue  # preempted for another, or tried with the same blocks
+            if sequence.row is None:
+                continue  # preempted for another
             try:
                 has_preempted |= self._prune(sequence)
             except WorkerError as error:
                 self._context.device_errors.record(error)
                 self._sequences.fail(sequence, error)
         return has_preempted
-
-    def _has(self) -> tuple[int, int]:
-        """What decides whether a sequence gets blocks: free ones, and who shares them."""
-        return self._sequences.pool.num_available, len(self._sequences.batch)
 
     def _prune(self, sequence: Sequence) -> bool:
         runner = self._context.runner
@@ -68,10 +60,7 @@ class KVPruning:
         for victim in preempted:  # before its blocks are written, or it is admitted again
             self._sequences.readable_blocks.revoke(victim.request.key)
             self._sequences.release_pins(victim)
-        if moves is None:
-            if sequence.row is not None:
-                self._missing[sequence] = self._has()
-        else:
+        if moves is not None:
             # peers do not read the copies: they are not what the hashes say
             self._sequences.readable_blocks.revoke(sequence.request.key)
             self._copy(sequence, moves)
