@@ -135,6 +135,7 @@ class Simulation:
         self.cached: dict[str, int] = {}
         self.held: list[Sequence] = []
         self.max_chunk = 0
+        self.num_observed = 0
         self.without_copies: collections.Counter[str] = collections.Counter()
 
     def add(
@@ -194,7 +195,10 @@ class Simulation:
         for sequence in ready:
             if sequence.row is None:
                 continue
-            mass = self.runner.attention_mass(self.scheduler.pruner.observed_inputs(sequence))
+            mass, pruner = None, self.scheduler.pruner
+            if pruner.twin_of(sequence) is None:
+                mass = self.runner.attention_mass(pruner.observed_inputs(sequence))
+                self.num_observed += 1
             moves, _ = self.scheduler.prune(sequence, mass)
             if moves is not None:
                 self.runner.move_rows(moves.sources, moves.targets)

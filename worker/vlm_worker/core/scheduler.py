@@ -118,7 +118,7 @@ class Scheduler:
         return self.pruner.ready
 
     def prune(
-        self, sequence: Sequence, mass: np.ndarray
+        self, sequence: Sequence, mass: np.ndarray | None
     ) -> tuple[SlotMoves | None, list[Sequence]]:
         """Prune one of `sequences_to_prune` that still runs; see `Pruner.prune`.
 

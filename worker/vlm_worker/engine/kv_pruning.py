@@ -1,6 +1,7 @@
 """Prunes the KV of conversations between two steps: observe, choose, copy. Engine thread only.
 
 sequences_to_prune ─▶ runner: attention of the last rows ─▶ scheduler: blocks ─▶ runner: copy rows
+                   └─ a twin was pruned ───────────────────────▲
 
 If a call of the runner fails, the sequence fails, and its blocks are freed.
 """
@@ -46,16 +47,11 @@ class KVPruning:
         return has_preempted
 
     def _prune(self, sequence: Sequence) -> bool:
-        runner = self._context.runner
-        inputs = self._scheduler.pruner.observed_inputs(sequence)
-        mass = run_device_copy("observing attention", lambda: runner.attention_mass(inputs))
-        if mass.shape != (sequence.request.num_prompt_tokens,) or not np.isfinite(mass).all():
-            blocks = sequence.blocks
-            error = EngineError("the attention of the prompt's last rows is not finite")
-            self._context.device_errors.record(error)
-            self._sequences.fail(sequence, error)
-            self._sequences.pool.invalidate(blocks)  # nothing else has read this KV yet
-            return False
+        mass = None
+        if self._scheduler.pruner.twin_of(sequence) is None:
+            mass = self._observe(sequence)
+            if mass is None:
+                return False
         moves, preempted = self._scheduler.prune(sequence, mass)
         for victim in preempted:  # before its blocks are written, or it is admitted again
             self._sequences.readable_blocks.revoke(victim.request.key)
@@ -65,6 +61,20 @@ class KVPruning:
             self._sequences.readable_blocks.revoke(sequence.request.key)
             self._copy(sequence, moves)
         return bool(preempted)
+
+    def _observe(self, sequence: Sequence) -> np.ndarray | None:
+        """The attention of the prompt's last rows; None if it is not finite: the sequence fails."""
+        runner = self._context.runner
+        inputs = self._scheduler.pruner.observed_inputs(sequence)
+        mass = run_device_copy("observing attention", lambda: runner.attention_mass(inputs))
+        if mass.shape == (sequence.request.num_prompt_tokens,) and np.isfinite(mass).all():
+            return mass
+        blocks = sequence.blocks
+        error = EngineError("the attention of the prompt's last rows is not finite")
+        self._context.device_errors.record(error)
+        self._sequences.fail(sequence, error)
+        self._sequences.pool.invalidate(blocks)  # nothing else has read this KV yet
+        return None
 
     def _copy(self, sequence: Sequence, moves: SlotMoves) -> None:
         move_rows = self._context.runner.move_rows
