@@ -21,6 +21,7 @@ from vlm_worker.engine.settings import (
 )
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.gateway.rate_limits import Account
 from vlm_worker.gateway.session_prefetch import OUTCOMES
 from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.roles.context import TransferStats
@@ -78,6 +79,7 @@ def gateway_exposition(identity: IdentityStore | None = None) -> str:
     meters.next_token(0.1)
     meters.record_images(["native"], 64)
     meters.request("ok")
+    meters.accounts = {"team-a": Account()}
     return meters.exposition(num_inflight=0, accepting=True).decode()
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 from worker.gateway.stack import COLOCATED, stack
 
-from vlm_worker.gateway.pod_registry import Waiters
+from vlm_worker.gateway.waiters import Waiters
 
 
 @dataclasses.dataclass
@@ -118,3 +118,51 @@ async def test_load_reports_evaluate_no_condition() -> None:
         assert pods.num_asked == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_tenants_take_turns_at_the_pods_and_one_tenant_keeps_its_order() -> None:
+    waiters, pods, served = Waiters(), Pods(), []
+    weights = {"a": 1, "b": 2}
+    waiters.weight_of = weights.__getitem__
+
+    async def request(tenant: str, number: int) -> int:
+        assert await waiters.wait_until(
+            pods.has_capacity, timeout=60, group="prefill", tenant=tenant, seconds=1.0
+        )
+        pods.free -= 1
+        served.append((tenant, number))
+        return number
+
+    names = ["a"] * 6 + ["b"] * 6  # the flood of a comes first
+    tasks = [asyncio.create_task(request(name, number)) for number, name in enumerate(names)]
+    await asyncio.sleep(0)
+    for _ in range(4):  # three pods at a time: the turns go on where they were
+        pods.free = 3
+        waiters.notify()
+        await woken(waiters)
+    assert [name for name, _ in served] == [*"abbabbabb", *"aaa"]
+    for tenant in weights:
+        numbers = [number for name, number in served if name == tenant]
+        assert numbers == sorted(numbers)
+    await asyncio.gather(*tasks)
+    assert not waiters._groups
+
+
+async def test_a_waiter_that_leaves_gives_its_turn_to_the_next() -> None:
+    waiters, pods = Waiters(), Pods()
+    tasks = [
+        asyncio.create_task(
+            waiters.wait_until(pods.has_capacity, timeout=60, group="g", tenant=t, seconds=0.5)
+        )
+        for t in ("a", "a", "b")
+    ]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    pods.free = 2
+    waiters.notify()
+    await woken(waiters)
+    async with asyncio.timeout(30):
+        assert await tasks[1]
+        assert await tasks[2]
+    assert not waiters._groups

@@ -79,6 +79,8 @@ class Sequence:
             until `unblock`.
         on_unblock: callback of the queue, called by `unblock`.
         matcher: of its grammar, or None.
+        num_scored: positions of the prompt whose logits gave a log-probability to the caller, in
+            order; of `num_to_score`.
         output: belongs to the engine; opaque here.
     """
 
@@ -109,6 +111,7 @@ class Sequence:
     is_blocked: bool = False
     on_unblock: Callable[[Sequence], None] | None = None
     matcher: Matcher | None = None
+    num_scored: int = 0
     output: Any = None
 
     @property
@@ -144,6 +147,25 @@ class Sequence:
     def num_computable_tokens(self) -> int:
         """Tokens that it may compute now, those with KV included."""
         return self.request.num_prompt_tokens if self.awaits_pruning else self.num_tokens
+
+    @property
+    def num_to_score(self) -> int:
+        """Positions of the prompt whose logits the caller wants: all but the last, or none.
+
+        The logits of position i have the log-probability of token i + 1.
+        """
+        wants = self.request.sampling.num_prompt_logprobs is not None
+        return self.request.num_prompt_tokens - 1 if wants else 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens that a prefix hit may cover: a token is left to compute (K4).
+
+        A position that is not scored yet is computed, because cached KV has no logits.
+        """
+        num_tokens = self.num_computable_tokens - 1
+        is_scored = self.num_scored >= self.num_to_score
+        return num_tokens if is_scored else min(num_tokens, self.num_scored)
 
     def move(self, status: Status) -> None:
         """Change the status; TRANSITIONS must allow it."""

@@ -312,6 +312,8 @@ class EmbeddingReads:
         row_bytes = self._context.runner.embed_layout.row_bytes
         if self._files is None or entry.num_bytes != entry.num_tokens * row_bytes:
             return  # a reduced image
+        if entry.is_given:  # each request brings it: no read would be saved
+            return
         name = file_name(entry.image_key)
         self._write(self._files, entry, name)
         self._pin_as(entry, name)

@@ -1,7 +1,8 @@
 """Settings that may change while the gateway runs: gateway.json and the keys, read each second.
 
 If a file cannot be read or parsed, its last valid content applies and the log has the reason. A
-tenant is the name of the file that contains its key.
+tenant is the name of the file that contains its keys, one per line. All of them are valid, so that
+clients can change from one to the next; the first one gives the tenant's salt.
 
 key ─┬─ SHA-256 ─▶ compared with the digest of a client's key
      └─ HMAC ────▶ secret ─ HMAC(model, tenant) ─▶ the tenant's cache salt (decision 0027)
@@ -21,8 +22,11 @@ from typing import Literal
 
 import msgspec
 
+from vlm_worker.gateway import cors
+from vlm_worker.gateway.cors import Cors
 from vlm_worker.gateway.fetching import urls
 from vlm_worker.gateway.fetching.urls import Media
+from vlm_worker.gateway.rate_limits import TenantLimits
 from vlm_worker.gateway.visual import VisualLimits, problem_of
 from vlm_worker.types import Modality
 
@@ -77,6 +81,14 @@ class Config(msgspec.Struct, frozen=True):
     wake_timeout_seconds: float | None = None  # None: the service never scales to zero
     admission: Admission = Admission()
     media: Media = Media()
+    tenants: dict[str, TenantLimits] = {}
+    cors: Cors = Cors()
+    access_log: bool = False
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether tenants take turns where requests wait for a pod: one of them has a weight."""
+        return any(limits.weight is not None for limits in self.tenants.values())
 
 
 def max_hold_seconds(config: Config) -> float:
@@ -154,7 +166,8 @@ class ConfigWatcher:
         if digest == self.now.config_hash:
             return
         config = msgspec.json.decode(raw, type=Config)
-        if problem := problem_of(config.limits.visual) or urls.problem_of(config.media):
+        visual, media = problem_of(config.limits.visual), urls.problem_of(config.media)
+        if problem := visual or media or cors.problem_of(config.cors):
             raise msgspec.ValidationError(problem)
         self.now = dataclasses.replace(self.now, config=config, config_hash=digest)
         logger.info("settings applied", extra={"config_hash": digest})
@@ -165,7 +178,7 @@ class ConfigWatcher:
         keys = load_keys(self._keys_path)
         if keys != self.now.keys:
             self.now = dataclasses.replace(self.now, keys=keys)
-            logger.info("keys applied", extra={"tenants": [key.tenant for key in keys.by_tenant]})
+            logger.info("keys applied", extra={"tenants": list(keys.tenants)})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,9 +198,17 @@ class Key:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """All keys. If the gateway has None instead of this object, requests need no key."""
+    """All keys. If the gateway has None instead of this object, requests need no key.
+
+    Keys of one tenant follow one another, the first of its file first.
+    """
 
     by_tenant: tuple[Key, ...]
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """The names of the tenants, each once."""
+        return tuple(dict.fromkeys(key.tenant for key in self.by_tenant))
 
     def tenant_of(self, authorization: str | None) -> str | None:
         """Return the tenant of an `Authorization` header; None if it contains no known key.
@@ -229,13 +250,14 @@ class Salts:
 
 def load_keys(directory: Path) -> ApiKeys:
     """Read a mounted Secret. Hidden, empty and oversized files are skipped."""
-    keys = []
+    keys: list[Key] = []
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or not path.is_file():
             continue
-        key = path.read_bytes()[: MAX_KEY_BYTES + 1].strip()
-        if 0 < len(key) <= MAX_KEY_BYTES:
-            keys.append(Key(path.name, _digest(key), _secret(key)))
+        content = path.read_bytes()[: MAX_KEY_BYTES + 1].strip()
+        if 0 < len(content) <= MAX_KEY_BYTES:
+            lines = filter(None, map(bytes.strip, content.splitlines()))
+            keys += [Key(path.name, _digest(key), _secret(key)) for key in lines]
         else:
             logger.warning("a file holds no usable key", extra={"tenant": path.name})
     return ApiKeys(tuple(keys))

@@ -23,7 +23,8 @@ from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_poin
 from vlm_worker.core.token_texts import TokenTexts, ids_of
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.api.tools import ToolCall
 from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
 from vlm_worker.gateway.conversation import Conversation

@@ -12,22 +12,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from vlm_worker.gateway.api.completion_prompts import GivenPrompt, check_echo
-from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.api.completion_prompts import GivenPrompt
+from vlm_worker.gateway.api.completions import CompletionRequest, check_shown, parse_completion
+from vlm_worker.gateway.api.errors import ApiError, unsupported
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
-    CompletionRequest,
-    ImagePart,
     Message,
     Options,
-    TextPart,
     check_end,
     parse_chat,
-    parse_completion,
     parse_message,
 )
 from vlm_worker.gateway.api.tools import CallsParser
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
+from vlm_worker.gateway.client_embeddings import check_allowed, layout_for
 from vlm_worker.gateway.config import Config, Salts, max_hold_seconds, max_wait_seconds
 from vlm_worker.gateway.conversation import (
     Conversation,
@@ -40,7 +39,7 @@ from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
 from vlm_worker.gateway.grammar import Grammar
 from vlm_worker.gateway.grammar_checks import GrammarChecks
-from vlm_worker.gateway.images import RequestImage, check_count, read_images
+from vlm_worker.gateway.images import RequestImage, check_count, check_taken_out, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
@@ -53,6 +52,7 @@ from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.sampling_defaults import check_min_tokens, check_sampling, sampling_of
 from vlm_worker.gateway.turns import Steps, Turns, at_once
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
+from vlm_worker.types import EmbedLayout
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class Preparer:
     """Prepares requests. With `any_priority` clients may set a priority above the default.
 
     With `session_prefetch`, a chat knows the beginning of its next turn. With `mark_history`,
-    prompts of conversations have `num_history_tokens`.
+    prompts of conversations have `num_history_tokens`. With `client_embeddings`, chats may have
+    embeddings in place of images, of the layout that `embed_layout` returns; None if none is known.
     """
 
     prompt_builder: PromptBuilder
@@ -85,6 +86,8 @@ class Preparer:
     any_priority: bool = False
     session_prefetch: bool = False
     mark_history: bool = False
+    client_embeddings: bool = False
+    embed_layout: Callable[[], EmbedLayout | None] = lambda: None
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
     fetcher: ImageFetcher = dataclasses.field(default_factory=ImageFetcher)
@@ -156,7 +159,8 @@ class Preparer:
     def checked_chat(self, parsed: JsonBody, chat: dict[str, Any]) -> Steps[ChatRequest]:
         """Check the chat that a body has or asks for. Raises ApiError that names the field."""
         request = yield from parse_chat(chat)
-        _check_urls(parsed, request.images)
+        check_taken_out(parsed.images, request.images)
+        check_allowed(request.images, is_on=self.client_embeddings)
         self.check_model(request.options.model)
         return request
 
@@ -211,8 +215,9 @@ class Preparer:
             messages=request.messages,
             browned_out=self.brown_out.is_on,
         )
+        parts, layout = request.images, layout_for(request.images, self.embed_layout())
         images = yield from read_images(
-            request.images, config, family, parsed.images, fetched, visual=visual
+            parts, config, family, parsed.images, fetched, visual=visual, layout=layout
         )
         num_visual = sum(image.num_tokens for image in images if image is not None)
         check_visual_tokens(num_visual, limits, tenant=tenant)
@@ -372,12 +377,12 @@ class Preparer:
         prepared = []
         for given, num_text_bytes in zip(request.prompts, num_bytes, strict=True):
             build = functools.partial(self._given_prompt, given, echo=request.echo)
-            prompt, echo = await _encode(build, sum(num_bytes))
+            prompt, text = await _encode(build, sum(num_bytes))
             ask = _Ask(request.options, config, request_id, tenant, num_text_bytes, given.path)
             without = functools.partial(_unchanged, prompt)
             one = self._prepared_request(ask, without, ())
-            prepared.append(dataclasses.replace(one, echo=echo))
-        check_echo([one.echo for one in prepared], request.options.num_choices)
+            prepared.append(dataclasses.replace(one, echo=request.echo_of(text)))
+        check_shown(request, [(one.echo, one.num_tokens(0)) for one in prepared])
         return tuple(prepared)
 
     def _check_given(self, given: GivenPrompt, config: Config) -> int:
@@ -477,15 +482,6 @@ class _Ask:
     tenant: str
     num_text_bytes: int
     param: str
-
-
-def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
-    """Raise ApiError (400) if a long data URL is not the URL of an image part."""
-    if sum(image.url in body.images for image in images) != len(body.images):
-        raise invalid(
-            "A long data URL stands where no image is expected; it belongs into 'image_url.url'.",
-            param=None,
-        )
 
 
 def _unchanged(prompt: Prompt, dropped: frozenset[int]) -> Prompt:

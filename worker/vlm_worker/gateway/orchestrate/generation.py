@@ -79,6 +79,11 @@ class Generation:
         self.request: Request | None = None  # of the attempt that succeeded
         self.delivered = DeliveredTokens(emit)
 
+    @property
+    def shows_no_answer(self) -> bool:
+        """Whether its tokens are not shown: the client wants the prompt alone."""
+        return self._prepared.echo.no_answer
+
     async def run(self) -> FinishReason:
         """Generate until the answer is complete.
 
@@ -331,7 +336,11 @@ class Routing:
             timeout = min(remaining, self.registry.timers.heartbeat)
             with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
                 await self.registry.waiters.wait_until(
-                    lambda: not waits(choose()), timeout=timeout, group=self.lack(route.stage)
+                    lambda: not waits(choose()),
+                    timeout=timeout,
+                    group=self.lack(route.stage),
+                    tenant=self.prepared.tenant,
+                    seconds=self.prepared.work_seconds,
                 )
             route = choose()
             if isinstance(route, NoRoute):
@@ -349,7 +358,8 @@ class Routing:
         prepared = self.prepared
         sampling = prepared.sampling
         needs = bool(prepared.images), sampling.max_tokens > 1, bool(sampling.grammar)
-        return (stage, prepared.inline, *needs, bool(sampling.min_tokens))
+        is_scored = sampling.num_prompt_logprobs is not None
+        return (stage, prepared.inline, *needs, bool(sampling.min_tokens), is_scored)
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether only an encoder pod can help."""

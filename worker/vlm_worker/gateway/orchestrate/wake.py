@@ -78,6 +78,8 @@ async def wait_for_pods(request: Waiting, choose: Callable[[], Route | NoRoute])
                 lambda: not waits(choose()),
                 timeout=min(remaining, registry.timers.heartbeat),
                 group=("wake", *request.lack(route.stage)),
+                tenant=request.prepared.tenant,
+                seconds=request.prepared.work_seconds,
             )
             route = choose()
             if isinstance(route, NoRoute):
