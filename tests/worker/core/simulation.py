@@ -208,6 +208,13 @@ class Simulation:
             self.check_books()
         return bool(ready)
 
+    def adopt(self, sequence: Sequence) -> None:
+        """Let a sequence that is held for a peer decode here."""
+        self.held.remove(sequence)
+        sequence.for_peer = False
+        self.scheduler.pending_transfers.discard(sequence)
+        self.scheduler.resume(sequence)
+
     def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule(now=self.now)
 

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker.answers import make_image
-from worker.core.simulation import BLOCK_SIZE, Simulation, Work, alone, expected, told, works
+from worker.core.simulation import (
+    BLOCK_SIZE,
+    MAX_STEPS,
+    Simulation,
+    Work,
+    alone,
+    expected,
+    told,
+    works,
+)
 
 from vlm_worker.core.kv_cache import root_hash
 from vlm_worker.core.pruning import (
@@ -69,6 +78,27 @@ def conversations(draw: st.DrawFn) -> list[Work]:
                 request, key=key, sampling=sampling, priority=draw(st.sampled_from([0, 0, 1]))
             )
             todo.append(dataclasses.replace(work, request=one))
+    return todo
+
+
+@st.composite
+def common_histories(draw: st.DrawFn) -> list[Work]:
+    """Requests that share most blocks of their prompts; some are not pruned."""
+    history = draw(st.integers(16, 36))
+    todo = []
+    for number in range(draw(st.integers(2, 5))):
+        delivered = draw(st.integers(0, 3))
+        request = conversation(
+            number,
+            history=history,
+            last=draw(st.integers(1, 6)),
+            delivered=delivered,
+            max_tokens=delivered + draw(st.integers(1, 20)),
+        ).request
+        if draw(st.sampled_from([False, False, True])):
+            request = dataclasses.replace(request, num_history_tokens=0)
+        request = dataclasses.replace(request, priority=draw(st.sampled_from([0, 0, 1])))
+        todo.append(Work(request, (), draw(st.integers(0, 3))))
     return todo
 
 
@@ -154,7 +184,7 @@ def test_moves_in_order_some_at_a_time_are_correct_in_place_and_elsewhere(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    todo=conversations(),
+    todo=conversations() | common_histories(),
     num_blocks=st.integers(18, 60),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(8, 40),
@@ -170,6 +200,46 @@ def test_together_equals_alone_and_every_block_is_returned(
     assert run.answers == expected(todo, permille=permille)
     # the first time, it shares blocks; later, one that goes before it came to share its blocks
     assert max(run.without_copies.values(), default=0) <= len(todo)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    todo=common_histories(),
+    for_peer=st.just([True] * 5) | st.lists(st.booleans(), min_size=5, max_size=5),
+    reserved=st.booleans(),
+    num_blocks=st.integers(17, 30),
+    max_num_seqs=st.integers(1, 4),
+    permille=st.integers(1, 999),
+)
+def test_sequences_that_are_adopted_only_if_nothing_else_runs_are_all_served(
+    todo: list[Work],
+    for_peer: list[bool],
+    reserved: bool,
+    num_blocks: int,
+    max_num_seqs: int,
+    permille: int,
+) -> None:
+    """So no sequence that awaits pruning waits for another that does, or for its row."""
+    run = Simulation(
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        budget=24,
+        max_pending_blocks=1000,
+        permille=permille,
+    )
+    for work, is_for_peer in zip(todo, for_peer, strict=False):
+        run.add(work, for_peer=is_for_peer, reserved=reserved)
+        for _ in range(work.at):
+            run.step()
+    for _ in range(MAX_STEPS):
+        if not run.step():
+            if not run.held:
+                break
+            run.adopt(run.held[0])
+    assert not run.scheduler.waiting, "a sequence was never served"
+    assert run.pool.num_used == run.pool.num_reserved == 0
+    assert run.scheduler.pending_transfers.num_blocks == 0
+    assert run.answers == expected(todo, permille=permille)
 
 
 @settings(max_examples=40, deadline=None)
@@ -316,10 +386,7 @@ def test_sequences_for_peers_that_share_blocks_do_not_wait_for_each_other() -> N
     for _ in todo:
         for _ in range(20):
             run.step()
-        sequence = run.held.pop()
-        sequence.for_peer = False
-        run.scheduler.pending_transfers.discard(sequence)
-        run.scheduler.resume(sequence)
+        run.adopt(run.held[0])
     while run.step():
         pass
     assert run.scheduler.num_preemptions == 1
@@ -435,10 +502,7 @@ def test_a_sequence_held_for_this_process_is_pruned_before_its_answer(delivered:
     while sequence.status is not Status.HELD:
         run.step()
     assert bool(sequence.num_dropped) is bool(delivered)
-    sequence.for_peer = False
-    run.held.remove(sequence)
-    run.scheduler.pending_transfers.discard(sequence)
-    run.scheduler.resume(sequence)
+    run.adopt(sequence)
     while run.step():
         pass
     assert run.answers["0"] == alone(work, permille=300)
