@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vlm_worker.annotations import MAX_WEIGHTED_SECONDS
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.client_embeddings import common_layout
@@ -141,7 +142,10 @@ class GatewayContext:
             return prepared
         num_prompt_tokens = prepared.num_tokens(0) - 1
         seconds = self.work.seconds(num_prompt_tokens, prepared.sampling.max_tokens)
-        return dataclasses.replace(prepared, tenant=tenant, work_seconds=seconds)
+        weighted = min(seconds / self._weight_of(tenant), MAX_WEIGHTED_SECONDS)
+        return dataclasses.replace(
+            prepared, tenant=tenant, work_seconds=seconds, weighted_seconds=weighted
+        )
 
     def _weight_of(self, tenant: str) -> float:
         limits = limits_of(tenant, self.config_watcher.now.config.tenants)

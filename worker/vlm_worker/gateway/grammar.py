@@ -88,6 +88,11 @@ def of_schema(schema: Any, path: str) -> Grammar:
     return validated(json.dumps(grammar, separators=(",", ":")), path, schema=schema)
 
 
+def has_options(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema has options of the library, which are not a client's to set."""
+    return _find(schema, _OPTIONS) is not None
+
+
 def validated(text: str, path: str, *, schema: Mapping[str, Any] | None = None) -> Grammar:
     """A Lark text, or llguidance's JSON, as a grammar of bounded size; `schema` as in `Grammar`.
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from vlm_worker.gateway.answer_grammar import AnswerGrammars
 from vlm_worker.gateway.api.completion_prompts import GivenPrompt
 from vlm_worker.gateway.api.completions import CompletionRequest, check_shown, parse_completion
 from vlm_worker.gateway.api.errors import ApiError, unsupported
@@ -20,7 +21,6 @@ from vlm_worker.gateway.api.requests import (
     ChatRequest,
     Message,
     Options,
-    check_end,
     parse_chat,
     parse_message,
 )
@@ -37,7 +37,6 @@ from vlm_worker.gateway.conversation import (
 from vlm_worker.gateway.dialect import Dialect
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
-from vlm_worker.gateway.grammar import Grammar
 from vlm_worker.gateway.grammar_checks import GrammarChecks
 from vlm_worker.gateway.images import RequestImage, check_count, check_taken_out, read_images
 from vlm_worker.gateway.memory import MemoryReservation
@@ -47,7 +46,6 @@ from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.request_guard import Guard, unguarded
-from vlm_worker.gateway.responding.enforced import enforced, schemas_of
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.sampling_defaults import check_min_tokens, check_sampling, sampling_of
 from vlm_worker.gateway.turns import Steps, Turns, at_once
@@ -142,7 +140,8 @@ class Preparer:
     ) -> PreparedRequest:
         """Fetch and check the images of a chat, and prepare it. Raises as `read` does."""
         if request.options.sampling.grammar is not None:
-            await self._check_grammars((request.options.sampling.grammar,), tenant, guard)
+            grammars = AnswerGrammars(self.grammar_checks, tenant, guard)
+            await grammars.check((request.options.sampling.grammar,))
         fetched = await self._fetch(request, config, held, tenant, trace, guard)
         images = await self.turns.run(self._read_images(request, parsed, fetched, config, tenant))
         return await self.chat(
@@ -163,16 +162,6 @@ class Preparer:
         check_allowed(request.images, is_on=self.client_embeddings)
         self.check_model(request.options.model)
         return request
-
-    async def _check_grammars(self, grammars: Sequence[Grammar], tenant: str, guard: Guard) -> None:
-        """Check grammars one after another, so that an error names the first that is refused."""
-
-        async def each() -> None:
-            for grammar in grammars:
-                await self.grammar_checks.check(grammar, tenant=tenant)
-
-        are_known = all(self.grammar_checks.knows(grammar) for grammar in grammars)
-        await (each() if are_known else guard(each()))
 
     async def _fetch(
         self,
@@ -259,7 +248,9 @@ class Preparer:
             return self._chat_prompt(conversation_without(said, dropped), counts)
 
         form = self._answer_form(request, prompt.opening)
-        ask = dataclasses.replace(ask, options=await self._enforcing(request, form, tenant, guard))
+        grammars = AnswerGrammars(self.grammar_checks, tenant, guard)
+        options = await grammars.enforcing(request, form, self.prompt_builder.control_ids)
+        ask = dataclasses.replace(ask, options=options)
         prepared = self._prepared_request(ask, prompt_without, images)
         return dataclasses.replace(
             prepared,
@@ -267,25 +258,6 @@ class Preparer:
             next_turn=next_turn,
             pins_session=request.is_session,
         )
-
-    async def _enforcing(
-        self, request: ChatRequest, form: AnswerForm | None, tenant: str, guard: Guard
-    ) -> Options:
-        """Return the options with the grammar that tools and `response_format` ask for together.
-
-        Raises:
-            ApiError: 400; there is no such grammar, or it cannot be used.
-        """
-        options = request.options
-        asked = options.sampling.grammar
-        parts = schemas_of(request.tools)  # alone, so that an error names its part
-        grammar = enforced(request.tools, asked, form, self.prompt_builder.control_ids)
-        if grammar is None or grammar is asked:
-            return options
-        check_end(options.sampling.given, grammar)
-        await self._check_grammars((*parts, grammar), tenant, guard)
-        sampling = dataclasses.replace(options.sampling, grammar=grammar)
-        return dataclasses.replace(options, sampling=sampling)
 
     def _answer_form(self, request: ChatRequest, opening: str) -> AnswerForm | None:
         """Return how answers are read; None if they are content alone.

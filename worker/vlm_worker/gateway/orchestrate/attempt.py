@@ -415,6 +415,7 @@ class Encoding:
             pins_session=self._prepared.pins_session,
             skip_corrupt=self._prepared.skip_corrupt,
             priority=self._prepared.priority,
+            weighted_seconds=self._prepared.weighted_seconds,
         )
 
     def _take(self, decoded: Decoded) -> int:

@@ -49,6 +49,7 @@ class PreparedRequest:
         echo: what its answers have of the prompt.
         tenant, work_seconds: whose turn it needs where requests wait for a pod, and the estimate of
             its work; "" and 0 if requests wait in order of arrival.
+        weighted_seconds: the work by the tenant's weight, for its turn in the queues of pods.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -71,6 +72,7 @@ class PreparedRequest:
     echo: Echo = NO_ECHO
     tenant: str = ""
     work_seconds: float = 0.0
+    weighted_seconds: float = 0.0
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
@@ -210,6 +212,7 @@ def build_request(
         ),
         cache_salt=prepared.cache_salt,
         priority=prepared.priority,
+        weighted_seconds=prepared.weighted_seconds,
         num_history_tokens=prompt.num_history_tokens,
     )
     return request, kept
