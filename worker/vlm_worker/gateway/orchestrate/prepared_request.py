@@ -50,6 +50,7 @@ class PreparedRequest:
         echo: what its answers have of the prompt.
         tenant, work_seconds: whose turn it needs where requests wait for a pod, and the estimate of
             its work; "" and 0 if requests wait in order of arrival.
+        weighted_seconds: the work by the tenant's weight, for its turn in the queues of pods.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -72,6 +73,7 @@ class PreparedRequest:
     echo: Echo = NO_ECHO
     tenant: str = ""
     work_seconds: float = 0.0
+    weighted_seconds: float = 0.0
 
     @property
     def embed_layout(self) -> EmbedLayout | None:
@@ -217,6 +219,7 @@ def build_request(
         ),
         cache_salt=prepared.cache_salt,
         priority=prepared.priority,
+        weighted_seconds=prepared.weighted_seconds,
         num_history_tokens=prompt.num_history_tokens,
     )
     return request, kept
