@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +86,6 @@ def _is_ready(port: int) -> bool:
     return False
 
 
-def clients(port: int, pids: Sequence[int], *flags: str) -> dict[str, Any]:
-    """One measurement of the clients' process."""
-    command = [sys.executable, str(HERE / "gateway_clients.py"), f"--port={port}", *flags, "--pids"]
-    done = subprocess.run(
-        [*command, *map(str, pids)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
-
-
 def figures(measured: dict[str, Any], what: str) -> dict[str, float]:
     """The rates of one measurement; `what` is counted: answers or tokens."""
     seconds, count = measured["seconds"], max(measured[what], 1)
@@ -114,22 +105,51 @@ def figures(measured: dict[str, Any], what: str) -> dict[str, float]:
     }
 
 
-def measure(tree: Path, seconds: float) -> dict[str, dict[str, float]]:
-    """The cases of one tree."""
-    window = f"--seconds={seconds}"
-    found = {}
-    with stand_in() as (worker, worker_port), gateway(tree, worker_port) as (pid, port):
-        tokens = f"--tokens={NUM_TOKENS}"
-        got = clients(port, (pid, worker), window, tokens)
-        found["requests"] = figures(got, "answers")
-        rate = f"--rate={found['requests']['per_second'] / 2}"
-        found["half"] = figures(clients(port, (pid, worker), window, tokens, rate), "answers")
-    with (
-        stand_in(f"--step-ms={STEP_MS}") as (worker, worker_port),
-        gateway(tree, worker_port) as (pid, port),
-    ):
-        flags = ("--stream", f"--tokens={STREAM_TOKENS}", "--connections=100", "--warmup=2")
-        found["stream"] = figures(clients(port, (pid, worker), window, *flags), "tokens")
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """A running gateway of a checkout with its worker: one answers at once, one by steps."""
+
+    port: int
+    pids: tuple[int, int]
+
+    def measure(self, *flags: str) -> dict[str, Any]:
+        """One measurement of the clients' process."""
+        command = [sys.executable, str(HERE / "gateway_clients.py"), f"--port={self.port}", *flags]
+        done = subprocess.run(
+            [*command, "--pids", *map(str, self.pids)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        measured: dict[str, Any] = json.loads(done.stdout)
+        return measured
+
+
+def serve(stack: contextlib.ExitStack, tree: Path, *flags: str) -> Served:
+    """Start a gateway and its worker."""
+    worker, worker_port = stack.enter_context(stand_in(*flags))
+    pid, port = stack.enter_context(gateway(tree, worker_port))
+    return Served(port, (pid, worker))
+
+
+def measure(
+    at_once: Mapping[Path, Served],
+    by_steps: Mapping[Path, Served],
+    trees: Sequence[Path],
+    seconds: float,
+) -> dict[Path, dict[str, dict[str, float]]]:
+    """One round: each case, tree after tree."""
+    window, tokens = f"--seconds={seconds}", f"--tokens={NUM_TOKENS}"
+    found: dict[Path, dict[str, dict[str, float]]] = {tree: {} for tree in trees}
+    for tree in trees:
+        found[tree]["requests"] = figures(at_once[tree].measure(window, tokens), "answers")
+    rate = min(found[tree]["requests"]["per_second"] for tree in trees) / 2
+    for tree in trees:
+        measured = at_once[tree].measure(window, tokens, f"--rate={rate}")
+        found[tree]["half"] = figures(measured, "answers")
+    stream = ("--stream", f"--tokens={STREAM_TOKENS}", "--connections=100", "--warmup=2")
+    for tree in trees:
+        found[tree]["stream"] = figures(by_steps[tree].measure(window, *stream), "tokens")
     return found
 
 
@@ -150,9 +170,13 @@ def main() -> None:
     options = parser.parse_args()
     trees = [ROOT, *(tree.resolve() for tree in options.against)]
     rounds: dict[Path, list[dict[str, dict[str, float]]]] = {tree: [] for tree in trees}
-    for number in range(options.rounds):
-        for tree in trees if number % 2 == 0 else reversed(trees):
-            rounds[tree].append(measure(tree, options.seconds))
+    with contextlib.ExitStack() as stack:
+        at_once = {tree: serve(stack, tree) for tree in trees}
+        by_steps = {tree: serve(stack, tree, f"--step-ms={STEP_MS}") for tree in trees}
+        for number in range(options.rounds):
+            order = trees if number % 2 == 0 else trees[::-1]
+            for tree, found in measure(at_once, by_steps, order, options.seconds).items():
+                rounds[tree].append(found)
     for case in ("requests", "half", "stream"):
         ours = [one[case] for one in rounds[ROOT]]
         figure = line(case, ours, what="this")

@@ -27,10 +27,10 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 
-from vlm_worker.pb import worker_pb2 as pb  # noqa: E402
-from vlm_worker.types import STAGES, FinishReason, Role, StageSpan  # noqa: E402
-from vlm_worker.wire import messages  # noqa: E402
-from vlm_worker.wire.rpc import METHODS  # noqa: E402
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.types import FinishReason, Role, StageSpan
+from vlm_worker.wire import messages
+from vlm_worker.wire.rpc import METHODS
 
 BOOT_ID: Final = bytes(16)
 CAPACITY_TOKENS: Final = 1 << 24
@@ -135,7 +135,13 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         settings = struct.pack(
             # without a dynamic table, each block of headers has its path in plain bytes
-            ">HIHIHI", HEADER_TABLE_SIZE, 0, MAX_STREAMS, 1 << 20, INITIAL_WINDOW, OUR_WINDOW
+            ">HIHIHI",
+            HEADER_TABLE_SIZE,
+            0,
+            MAX_STREAMS,
+            1 << 20,
+            INITIAL_WINDOW,
+            OUR_WINDOW,
         )
         self.put(frame(SETTINGS, 0, 0, settings))
         self.put(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", OUR_WINDOW)))
@@ -304,7 +310,9 @@ def _prefill(request: pb.PrefillRequest, stream: Stream) -> None:
     stream.send(
         packed(
             messages.PREFILL_REPLY.encode(
-                messages.Reply(messages.Accepted(request.transfer_id, BOOT_ID, bytes(16), 10), (), 0)
+                messages.Reply(
+                    messages.Accepted(request.transfer_id, BOOT_ID, bytes(16), 10), (), 0
+                )
             )
         )
     )
@@ -315,7 +323,9 @@ def _prefill(request: pb.PrefillRequest, stream: Stream) -> None:
     )
     spans = (StageSpan("prefill_queue", 0.0, 1e-5, 0), StageSpan("prefill", 1e-5, 2e-5, 0))
     stream.send(packed(messages.PREFILL_REPLY.encode(messages.Reply(first, spans, 2e-5))))
-    stream.send(packed(messages.PREFILL_REPLY.encode(messages.Reply(messages.PrefillDone(), (), 0))))
+    stream.send(
+        packed(messages.PREFILL_REPLY.encode(messages.Reply(messages.PrefillDone(), (), 0)))
+    )
     stream.end()
 
 
