@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from vlm_worker.types import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 # A client that reads nothing for this time counts as disconnected.
 SLOW_READER_SECONDS = 30.0
@@ -96,12 +97,47 @@ class Response:
             ClientGoneError: the client disconnected or read nothing for `SLOW_READER_SECONDS`.
         """
         try:
-            async with asyncio.timeout(SLOW_READER_SECONDS):
-                await self._send(message)
+            await within(SLOW_READER_SECONDS, self._send(message))
         except TimeoutError:
             raise ClientGoneError("the client reads nothing") from None
         except OSError as error:
             raise ClientGoneError("the client disconnected") from error
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, with a deadline if it waits. Most sends do not, and a timer costs more.
+
+    Raises:
+        TimeoutError: it is not done after `seconds`.
+    """
+    try:
+        waits_for = work.send(None)
+    except StopIteration:
+        return
+    async with asyncio.timeout(seconds):
+        await _Begun(work, waits_for)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Begun:
+    """The rest of a coroutine that waits for the future `waits_for`."""
+
+    work: Coroutine[Any, Any, None]
+    waits_for: Any
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waits_for = self.waits_for
+        while True:
+            try:
+                sent = yield waits_for
+            except BaseException as error:  # noqa: BLE001  it belongs to `work`
+                resume = functools.partial(self.work.throw, error)
+            else:
+                resume = functools.partial(self.work.send, sent)
+            try:
+                waits_for = resume()
+            except StopIteration:
+                return
 
 
 class ResponseWriter:
