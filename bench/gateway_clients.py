@@ -4,8 +4,7 @@
 
 Each connection sends the next request as soon as an answer ends. With `--rate`, requests start at
 this rate on any free connection, and latencies count from when they were due. Prints one JSON line
-of what happened between the end of `--warmup` and the end, with the processor time that each of
-`--pids` used meanwhile.
+of the time after `--warmup`, with the processor time that each of `--pids` used.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from typing import Any, Final
 
 EVENT: Final = b"data: {"
 LAST_CHUNK: Final = b"0\r\n\r\n"
+LAST_BYTES: Final = b"data: [DONE]\n\n\r\n" + LAST_CHUNK
+ACCEPTED: Final = b"HTTP/1.1 200"
 QUESTION: Final = "What shape is in the image, and what is its color? Answer in one word."
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -52,7 +53,7 @@ def request_bytes(*, num_tokens: int, stream: bool) -> bytes:
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What happened since the last `reset`; `tokens` counts events with tokens."""
+    """Counts since the last `reset`; `tokens` counts events with tokens."""
 
     answers: int = 0
     tokens: int = 0
@@ -96,6 +97,10 @@ class Client(asyncio.Protocol):
         del exc
         self._load.lost()
 
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+
     def _whole(self, data: bytes) -> None:
         self._received += data
         received = self._received
@@ -106,15 +111,18 @@ class Client(asyncio.Protocol):
             begin = received.index(b"content-length: ", 0, head) + 16
             self._end = head + 4 + int(received[begin : received.index(b"\r\n", begin)])
         if len(received) >= self._end:
-            self._ended(ok=received.startswith(b"HTTP/1.1 200"))
+            self._ended(ok=received.startswith(ACCEPTED))
 
     def _streamed(self, data: bytes) -> None:
-        text = self._tail + data
-        self._tally.tokens += text.count(EVENT)
-        self._tail = text[-(len(EVENT) - 1) :]
-        if text.endswith(LAST_CHUNK):
+        tail = self._tail
+        text = tail + data
+        self._tally.tokens += text.count(EVENT, max(0, len(tail) - len(EVENT) + 1))
+        self._tail = text[-len(LAST_BYTES) :]
+        if not tail and not data.startswith(ACCEPTED):
+            self._ended(ok=False)
+        elif text.endswith(LAST_CHUNK):
             self._tally.tokens -= 1  # the event with the finish reason
-            self._ended(ok=text.endswith(b"data: [DONE]\n\n\r\n" + LAST_CHUNK) or len(text) < 40)
+            self._ended(ok=text.endswith(LAST_BYTES))
 
     def _ended(self, *, ok: bool) -> None:
         self._tally.answers += 1
@@ -131,6 +139,7 @@ class Load:
         self.stream = stream
         self.tally = Tally()
         self._rate = rate
+        self._clients: list[Client] = []
         self._idle: deque[Client] = deque()
         self._due: deque[float] = deque()
         self.num_lost = 0
@@ -153,17 +162,22 @@ class Load:
         loop = asyncio.get_running_loop()
         for _ in range(num_connections):
             _, client = await loop.create_connection(lambda: Client(self), "127.0.0.1", port)
+            self._clients.append(client)
             self.free(client)
             if self.stream:
                 await asyncio.sleep(0.002)  # answers begin at different times
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients:
+            client.close()
 
     async def run(self) -> None:
         """Start requests at the rate, evenly."""
         due = time.perf_counter()
         while True:
             due += 1 / self._rate
-            while (wait := due - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
             if self._idle:
                 self._idle.popleft().send(due)
             else:

@@ -1,16 +1,16 @@
 """Requests and streamed tokens per second of one gateway, and the processor time of each.
 
-    python bench/gateway_speed.py [--rounds 3] [--seconds 5] [--against TREE ...]
+    python bench/gateway_speed.py [--rounds 3] [--seconds 5] [--against TREE ...] [--record]
 
-The gateway is the process that pods run. Before it is a stand-in worker that answers at once, and
-behind it a process of clients; all share the machine's cores over loopback. Per round and tree:
+The gateway is the process that pods run. Its worker is a stand-in that answers at once, and its
+clients are a process too. All share the cores of this machine, over loopback. Per round and tree:
 
     requests   chat completions of 4 tokens, not streamed, by 64 clients as fast as answered
-    half       the same at half of that rate: the latency, all of it added by the gateway
-    stream     answers of 200 tokens, streamed to 100 clients, with a token each per step
+    half       the same at half of that rate; the gateway adds nearly all of the latency
+    stream     answers of 200 tokens, streamed to 100 clients; each gets a token every 5 ms
 
 `--against` measures the gateways of other checkouts in the same rounds; ratios are those of this
-tree. One JSON line per case.
+tree to theirs. One JSON line per case. `--record` writes the lines of this tree into results/.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import run
+import table
 from workers import free_port
 
 HERE = Path(__file__).parent
@@ -37,7 +39,11 @@ MODEL = ROOT / "examples" / "shapes" / "model"
 START_SECONDS = 60.0
 NUM_TOKENS, STREAM_TOKENS = 4, 200
 STEP_MS = 5.0
+CASES = ("requests", "half", "stream")
 GOALS = {"requests": 1_000.0, "stream": 10_000.0}
+RECORD = table.RESULTS / "gateway_speed.jsonl"
+
+Figures = dict[str, float]
 
 
 @contextlib.contextmanager
@@ -80,13 +86,14 @@ def gateway(tree: Path, worker_port: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_ready(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1) as answer:
-            return answer.status == 200
-    return False
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
+            return True
+    except OSError:  # also any status but 200
+        return False
 
 
-def figures(measured: dict[str, Any], what: str) -> dict[str, float]:
+def figures(measured: dict[str, Any], what: str) -> Figures:
     """The rates of one measurement; `what` is counted: answers or tokens."""
     seconds, count = measured["seconds"], max(measured[what], 1)
     ours, worker, client = (sum(used.values()) for used in measured["used"])
@@ -137,10 +144,10 @@ def measure(
     by_steps: Mapping[Path, Served],
     trees: Sequence[Path],
     seconds: float,
-) -> dict[Path, dict[str, dict[str, float]]]:
+) -> dict[Path, dict[str, Figures]]:
     """One round: each case, tree after tree."""
     window, tokens = f"--seconds={seconds}", f"--tokens={NUM_TOKENS}"
-    found: dict[Path, dict[str, dict[str, float]]] = {tree: {} for tree in trees}
+    found: dict[Path, dict[str, Figures]] = {tree: {} for tree in trees}
     for tree in trees:
         found[tree]["requests"] = figures(at_once[tree].measure(window, tokens), "answers")
     rate = min(found[tree]["requests"]["per_second"] for tree in trees) / 2
@@ -153,12 +160,31 @@ def measure(
     return found
 
 
-def line(case: str, rounds: Sequence[dict[str, float]], *, what: str) -> dict[str, Any]:
-    """The medians of a case; the rate is the best of the rounds too, because work is shared."""
+def line(case: str, rounds: Sequence[Figures]) -> dict[str, Any]:
+    """The medians of a case."""
     names = rounds[0].keys()
     medians = {name: round(statistics.median(one[name] for one in rounds), 3) for name in names}
-    best = round(max(one["per_second"] for one in rounds), 1)
-    return {"bench": "gateway_speed", "what": case, "tree": what, **medians, "best": best}
+    found = {"bench": "gateway_speed", "what": case, **medians}
+    if (goal := GOALS.get(case)) is not None:
+        found |= {"goal": goal, "met": medians["per_second"] >= goal}
+    return found
+
+
+def against(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, Any]:
+    """Our figures divided by those of another tree, of each round and their medians."""
+    ratios = {
+        name: [round(a[name] / max(b[name], 1e-9), 3) for a, b in zip(ours, theirs, strict=True)]
+        for name in ("per_second", "gateway_us", "p50_ms", "p95_ms")
+    }
+    medians = {name: round(statistics.median(each), 3) for name, each in ratios.items()}
+    return {"ratio": medians, "ratio_per_round": ratios}
+
+
+def took(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The line about the run: the machine, and the share of it that other processes used."""
+    cores = os.cpu_count() or 1
+    others = max(one["other_cores"] for one in lines) / cores
+    return {"bench": "gateway_speed.took", "by_others": round(others, 2), **run.measured()}
 
 
 def main() -> None:
@@ -166,10 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--against", type=Path, nargs="*", default=[])
+    parser.add_argument("--against", type=Path, nargs="*", default=[], metavar="TREE")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     options = parser.parse_args()
     trees = [ROOT, *(tree.resolve() for tree in options.against)]
-    rounds: dict[Path, list[dict[str, dict[str, float]]]] = {tree: [] for tree in trees}
+    rounds: dict[Path, list[dict[str, Figures]]] = {tree: [] for tree in trees}
     with contextlib.ExitStack() as stack:
         at_once = {tree: serve(stack, tree) for tree in trees}
         by_steps = {tree: serve(stack, tree, f"--step-ms={STEP_MS}") for tree in trees}
@@ -177,21 +204,17 @@ def main() -> None:
             order = trees if number % 2 == 0 else trees[::-1]
             for tree, found in measure(at_once, by_steps, order, options.seconds).items():
                 rounds[tree].append(found)
-    for case in ("requests", "half", "stream"):
+    lines = []
+    for case in CASES:
         ours = [one[case] for one in rounds[ROOT]]
-        figure = line(case, ours, what="this")
-        if case in GOALS:
-            figure |= {"goal": GOALS[case], "met": figure["per_second"] >= GOALS[case]}
-        print(json.dumps(figure), flush=True)
+        lines.append(line(case, ours))
+        print(json.dumps(lines[-1]), flush=True)
         for tree in trees[1:]:
             theirs = [one[case] for one in rounds[tree]]
-            other = line(case, theirs, what=tree.name)
-            for name in ("per_second", "gateway_us", "p50_ms", "p95_ms"):
-                pairs = zip(ours, theirs, strict=True)
-                ratios = [round(a[name] / max(b[name], 1e-9), 3) for a, b in pairs]
-                other[f"ratio_{name}"] = statistics.median(ratios)
-                other[f"ratios_{name}"] = ratios
+            other = {**line(case, theirs), "tree": tree.name, **against(ours, theirs)}
             print(json.dumps(other), flush=True)
+    if options.record:
+        table.replace(RECORD, "gateway_speed", [took(lines), *lines])
 
 
 if __name__ == "__main__":

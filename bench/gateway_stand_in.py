@@ -2,10 +2,10 @@
 
     python bench/gateway_stand_in.py --port=9000 [--step-ms=10]
 
-It speaks what gRPC's client speaks, on one thread, without gRPC: a server of grpc.aio takes as much
-of the processors as the gateway that is measured. It is one pod for all stages. A prompt gets its
-first token at once. Without `--step-ms` the others follow at once; with it, all answers get one
-token per step, as from a batch. As on the wire of workers, each token is a message.
+It implements HTTP/2 for gRPC's client itself: a server of grpc.aio uses as much processor time as
+the gateway that is measured. It is one pod for all stages. A prompt gets its first token at once.
+Without `--step-ms` the others follow at once; with it, all answers get one token per step, as from
+a batch. As on the wire of workers, each token is a message.
 
     client ── HEADERS(path), DATA(request) ──▶ Connection ─▶ Replies.of ─▶ messages, status
            ◀─ HEADERS, DATA(message) ...       Stream: sends what the windows allow
@@ -28,7 +28,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.types import FinishReason, Role, StageSpan
+from vlm_worker.types import FinishReason, Role, Stage, StageSpan
 from vlm_worker.wire import messages
 from vlm_worker.wire.rpc import METHODS
 
@@ -60,7 +60,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 def packed(message: Any) -> bytes:
     """A message with gRPC's prefix: not compressed, and its length."""
-    data = message.SerializeToString()
+    data: bytes = message.SerializeToString()
     return LENGTH.pack(0, len(data)) + data
 
 
@@ -162,6 +162,10 @@ class Connection(asyncio.Protocol):
             self._handle(kind, flags, stream_id, payload)
         self.flush()
 
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+
     def put(self, data: bytes) -> None:
         """Send with the next `flush`."""
         self._out.append(data)
@@ -191,11 +195,11 @@ class Connection(asyncio.Protocol):
             stream.method = self._replies.method(payload)
         elif kind == DATA:
             self._acknowledge(len(payload))
-            if (stream := self.streams.get(stream_id)) is None:
+            if (called := self.streams.get(stream_id)) is None:
                 return
-            stream.body += payload
+            called.body += payload
             if flags & END_STREAM:
-                self._replies.answer(stream, self)
+                self._replies.answer(called, self)
         elif kind == SETTINGS and not flags & ACK:
             self._apply(payload)
             self.put(frame(SETTINGS, ACK, 0))
@@ -364,7 +368,7 @@ def _hello() -> Any:
     return messages.HELLO.encode(
         messages.Hello(
             role=Role.DECODE,
-            stages=frozenset(messages.Stage),
+            stages=frozenset(Stage),
             model="shapes",
             model_revision="",
             pod_name="stand-in",
