@@ -45,7 +45,7 @@ test-full: $(ENV)  ## the long form of every law (hours)
 
 .PHONY: clients
 clients: $(ENV)  ## clients of OpenAI's API, installed and run unmodified (ARGS=--write updates docs/openai.md)
-	@PYTHONPATH=operator:e2e $(BIN)/python -m openai_clients.run $(ARGS)
+	@PYTHONPATH=operator:e2e:bench $(BIN)/python -m openai_clients.run $(ARGS)
 
 .PHONY: e2e-nodes
 e2e-nodes: $(ENV)  ## both images, install.yaml and the chart on real kubelets, as root (ARGS=--install runs apt-get first)

@@ -7,12 +7,10 @@ What cannot be made here is left out of the comparison, with the reason.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -20,18 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import peer_model
+from pinned import UnavailableError, digest, environment, run
 
 HERE = Path(__file__).parent
 FOLDER = Path.home() / ".cache" / "triptych" / "peers"
-LOG_LINES = 3
-NEEDS = (
-    "import importlib.metadata, sys; print(*importlib.metadata.requires(sys.argv[1]), sep='\\n')"
-)
 LLAMA_SDIST = "llama-cpp-python==0.3.36"
-
-
-class UnavailableError(Exception):
-    """An engine cannot be set up here; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,12 +78,12 @@ def prepare(engine: Engine) -> Ready:
     Raises:
         UnavailableError: packages, a compiler or disk are missing.
     """
-    source = peer_model.make(FOLDER / f"model-{_digest((HERE / 'peer_model.py').read_text())}")
-    python = _environment(engine.pins, engine.apart) if engine.pins else Path(sys.executable)
+    source = peer_model.make(FOLDER / f"model-{digest((HERE / 'peer_model.py').read_text())}")
+    python = environment(FOLDER, engine.pins, engine.apart) if engine.pins else Path(sys.executable)
     if engine.convert is None:
         return Ready(python, source)
     target = source.with_name(
-        f"{source.name}-{engine.form}-{_digest(*engine.pins, *engine.built_from)}"
+        f"{source.name}-{engine.form}-{digest(*engine.pins, *engine.built_from)}"
     )
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=FOLDER) as made:
@@ -102,24 +93,9 @@ def prepare(engine: Engine) -> Ready:
     return Ready(python, target)
 
 
-def _environment(pins: tuple[str, ...], apart: tuple[str, ...]) -> Path:
-    folder = FOLDER / f"environment-{_digest(*pins, *apart)}"
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        install = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        _run(sys.executable, "-m", "venv", "--clear", str(folder))
-        _run(*install, *pins)
-        for package in apart:
-            _run(*install, "--no-deps", package)
-            needs = _run(str(python), "-c", NEEDS, package.partition("==")[0]).splitlines()
-            _run(*install, *(each for each in needs if not each.startswith("torch")))
-        (folder / "ready").touch()
-    return python
-
-
 def _openvino(precision: str) -> Callable[[Path, Path, Path], None]:
     def convert(source: Path, python: Path, target: Path) -> None:
-        _run(
+        run(
             str(python.with_name("optimum-cli")), "export", "openvino", "--model", str(source),
             "--task", "image-text-to-text", "--weight-format", precision, str(target),
         )  # fmt: skip
@@ -133,7 +109,7 @@ def _llama(source: Path, _python: Path, target: Path) -> None:
         if shutil.which(tool) is None:
             raise UnavailableError(f"{tool} is not installed")
     with tempfile.TemporaryDirectory() as work:
-        _run(
+        run(
             sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
             "--dest", work, LLAMA_SDIST,
         )  # fmt: skip
@@ -142,15 +118,15 @@ def _llama(source: Path, _python: Path, target: Path) -> None:
             packed.extractall(work, filter="data")
         (sources,) = Path(work).glob("*/vendor/llama.cpp")
         build = Path(work) / "build"
-        _run(
+        run(
             "cmake", "-S", str(sources), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release",
             "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF",
             "-DLLAMA_BUILD_EXAMPLES=OFF", "-DBUILD_SHARED_LIBS=OFF",
         )  # fmt: skip
         jobs = str(os.cpu_count() or 1)
-        _run("cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs)
+        run("cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs)
         shutil.copy(build / "bin" / "llama-server", target)
-        _run(sys.executable, str(HERE / "to_gguf.py"), str(sources), str(source), str(target))
+        run(sys.executable, str(HERE / "to_gguf.py"), str(sources), str(source), str(target))
 
 
 OPENVINO = (
@@ -199,22 +175,3 @@ ENGINES = {
         options={"ubatch_size": (512, 256, 1024, 2048)},
     ),
 }
-
-
-def _run(*command: str) -> str:
-    """What a command prints.
-
-    Raises:
-        UnavailableError: it failed.
-    """
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    if done.returncode:
-        last = " | ".join(done.stdout.strip().splitlines()[-LOG_LINES:])
-        raise UnavailableError(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
-    return done.stdout
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("\n".join((*texts, sys.version)).encode()).hexdigest()[:12]

@@ -6,20 +6,15 @@ Their environments lie under `~/.cache/triptych/clients`, made once per set of p
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+from pinned import UnavailableError, digest, environment, run
+
 SCRIPTS = Path(__file__).parent / "scripts"
 FOLDER = Path.home() / ".cache" / "triptych" / "clients"
-LOG_CHARS = 600
-
-
-class UnavailableError(Exception):
-    """A client cannot be installed here; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +59,7 @@ def command_of(client: OpenAIClient, work: Path) -> list[str]:
     scripts = work / "scripts"
     shutil.copytree(SCRIPTS, scripts)
     if client.script.endswith(".py"):
-        python = _environment(client.pins) if client.pins else Path(sys.executable)
+        python = environment(FOLDER, client.pins) if client.pins else Path(sys.executable)
         return [str(python), str(scripts / client.script)]
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:
@@ -80,33 +75,12 @@ def version_of(client: OpenAIClient) -> str:
     return client.pins[0].rpartition("@" if client.script.endswith(".mjs") else "=")[2]
 
 
-def _environment(pins: tuple[str, ...]) -> Path:
-    folder = FOLDER / _digest(pins)
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        _run(sys.executable, "-m", "venv", "--clear", str(folder))
-        _run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *pins)
-        (folder / "ready").touch()
-    return python
-
-
 def _node_modules(pins: tuple[str, ...]) -> Path:
-    folder = FOLDER / _digest(pins)
+    folder = FOLDER / digest(*pins)
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / "package.json").write_text('{"private": true}')
-        _run("npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *pins)
+        run("npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *pins)
         (folder / "ready").touch()
     return folder / "node_modules"
-
-
-def _digest(pins: tuple[str, ...]) -> str:
-    return hashlib.sha256("\n".join((*pins, sys.version)).encode()).hexdigest()[:16]
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr or done.stdout)[-LOG_CHARS:]
-        raise UnavailableError(f"{' '.join(command[:4])} failed: {said}")

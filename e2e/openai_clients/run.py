@@ -24,7 +24,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from openai_clients.clients import CLIENTS, UnavailableError, command_of, version_of
+from openai_clients.clients import CLIENTS, command_of, version_of
+from pinned import UnavailableError
 
 from vlm_local.subprocesses import tied
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai_clients.clients import CLIENTS, UnavailableError
+from openai_clients.clients import CLIENTS
 from openai_clients.run import calls_of, served
+from pinned import UnavailableError
 
 INSTALLED = [name for name, client in CLIENTS.items() if not client.pins]
 OTHERS = [

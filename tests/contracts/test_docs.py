@@ -20,7 +20,7 @@ WIDE = ("api.md",)  # generated
 PROSE = [page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.name not in WIDE]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)|!\[[^\]]*\]\(([^)\s]+)\)")
 ANCHOR = re.compile(r"\]\(([^)#\s:]*\.md)?#([^)\s]+)\)")
-WALK_BUDGETS = {"docs/request.md": 2750, "docs/vlmservice.md": 1700}
+WALK_BUDGETS = {"docs/request.md": 2750, "docs/vlmservice.md": 1720}
 STEP = re.compile(r"\]\(([^)#]+\.py)\)")
 
 

@@ -20,15 +20,6 @@ IMAGE = Path(os.environ["IMAGE"])
 IMAGE_URL = "data:image/png;base64," + base64.b64encode(IMAGE.read_bytes()).decode()
 QUESTION, ANSWER = "What shape is yellow?", "square"
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "color": {"type": "string", "enum": ["red", "blue", "yellow"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 9},
-    },
-    "required": ["color", "count"],
-    "additionalProperties": False,
-}
 PARTS = [
     {"type": "image_url", "image_url": {"url": IMAGE_URL}},
     {"type": "text", "text": QUESTION},

@@ -126,18 +126,9 @@ void run(const Step& step, const Layer& layer, int64_t num_rows) {
 
 template <class Q>
 void run_for(const Step& step, const Layer& layer, int64_t num_rows) {
-#ifdef TRIPTYCH_AVX512BF16
-  constexpr bool is_bf16 = std::is_same<Q, Bfloat16>::value;
-  using OfBfloat16 =
-      typename std::conditional<is_bf16, Bfloat16Products, FloatProducts<Bfloat16>>::type;
-  using OfInt8 = Int8Products;
-#else
-  using OfBfloat16 = FloatProducts<Bfloat16>;
-  using OfInt8 = FloatProducts<int8_t>;
-#endif
   switch (step.kv_type) {
     case KV_FLOAT: return run<Q, FloatProducts<float>>(step, layer, num_rows);
-    case KV_BFLOAT16: return run<Q, OfBfloat16>(step, layer, num_rows);
+    case KV_BFLOAT16: return run<Q, OfBfloat16<Q>>(step, layer, num_rows);
     default: return run<Q, OfInt8>(step, layer, num_rows);
   }
 }

@@ -148,29 +148,21 @@ void run(const Step& step, const Layer& layer, DecodeWork& work, Threads& thread
 
 template <class Q>
 void run_for(const Step& step, const Layer& layer, DecodeWork& work, Threads& threads) {
-#ifdef TRIPTYCH_AVX512BF16
-  constexpr bool is_bf16 = std::is_same<Q, Bfloat16>::value;
-  using OfBfloat16 =
-      typename std::conditional<is_bf16, Bfloat16Products, FloatProducts<Bfloat16>>::type;
-  using OfInt8 = Int8Products;
-#else
-  using OfBfloat16 = FloatProducts<Bfloat16>;
-  using OfInt8 = FloatProducts<int8_t>;
-#endif
   switch (step.kv_type) {
     case KV_FLOAT: return run<Q, FloatProducts<float>>(step, layer, work, threads);
-    case KV_BFLOAT16: return run<Q, OfBfloat16>(step, layer, work, threads);
+    case KV_BFLOAT16: return run<Q, OfBfloat16<Q>>(step, layer, work, threads);
     case KV_MIXED_FLOAT:
       return run<Q, FloatProducts<float>, MixedRows<float, Int8Rows<float>>>(step, layer, work,
                                                                              threads);
     case KV_MIXED_BFLOAT16:
-      return run<Q, OfBfloat16, MixedRows<Bfloat16, Int8Rows<Bfloat16>>>(step, layer, work, threads);
+      return run<Q, OfBfloat16<Q>, MixedRows<Bfloat16, Int8Rows<Bfloat16>>>(step, layer, work,
+                                                                            threads);
     case KV_GROUPED_FLOAT:
       return run<Q, FloatProducts<float>, MixedRows<float, Int4Groups<float>>>(step, layer, work,
                                                                                threads);
     case KV_GROUPED_BFLOAT16:
-      return run<Q, OfBfloat16, MixedRows<Bfloat16, Int4Groups<Bfloat16>>>(step, layer, work,
-                                                                           threads);
+      return run<Q, OfBfloat16<Q>, MixedRows<Bfloat16, Int4Groups<Bfloat16>>>(step, layer, work,
+                                                                              threads);
     default: return run<Q, OfInt8>(step, layer, work, threads);
   }
 }

@@ -10,13 +10,15 @@
 // int32 holds all sums: of q . k up to 2 * 127 * 32767 * D / 32, of w . v up to 127 * 32767 * TILE.
 #pragma once
 
+#include <type_traits>
+
+#include "paged_products.h"
+
 #ifdef TRIPTYCH_AVX512BF16
 
 #include <immintrin.h>
 
 #include <cmath>
-
-#include "paged_products.h"
 
 namespace triptych {
 
@@ -173,3 +175,19 @@ using Int8Products = PairProducts<Int8Dots, int8_t>;
 }  // namespace triptych
 
 #endif
+
+namespace triptych {
+
+// Products of rows of a cache, in bfloat16 or int8, with queries of type Q.
+#ifdef TRIPTYCH_AVX512BF16
+template <class Q>
+using OfBfloat16 = typename std::conditional<std::is_same<Q, Bfloat16>::value, Bfloat16Products,
+                                             FloatProducts<Bfloat16>>::type;
+using OfInt8 = Int8Products;
+#else
+template <class Q>
+using OfBfloat16 = FloatProducts<Bfloat16>;
+using OfInt8 = FloatProducts<int8_t>;
+#endif
+
+}  // namespace triptych

@@ -153,7 +153,7 @@ class TenantLimits(Model):
     )
     weight: int | None = field(
         None,
-        "Share of the turns of requests that wait for a pod; without any, they wait in order.",
+        "Share of the turns of waiting requests; without any, they wait in order.",
         example=2,
         unset="that of *, else 1",
         ge=1,
@@ -278,6 +278,12 @@ class Gateway(Model):
     session_prefetch: bool = field(
         False,
         "Whether idle prefill pods compute the next turn of a conversation after an answer.",
+        example=True,
+        restarts=Restarts.GATEWAY,
+    )
+    client_embeddings: bool = field(
+        False,
+        "Whether clients may send embeddings in place of images.",
         example=True,
         restarts=Restarts.GATEWAY,
     )

@@ -67,6 +67,7 @@ def parse(body: Mapping[str, Any]) -> VLMService:
     check_pod_template(gateway, Role.GATEWAY, path="spec.gateway.podTemplate")
     _check_cache(spec.model)
     _check_block_size(spec.model)
+    _check_pruned_types(spec)
     return VLMService(
         name=meta["name"],
         namespace=meta["namespace"],
@@ -166,6 +167,20 @@ def _check_block_size(model: ModelSource) -> None:
             "spec.model.blockSizeTokens",
             f"is {model.block_size_tokens}: with kvCacheDtype VisionKivi4, it must be "
             f"{_BLOCK_SIZE_KIVI4}; set that, or remove the field",
+        )
+
+
+_TWO_TYPES = (KvDType.VISION_INT8, KvDType.TEXT_INT8, KvDType.VISION_KIVI4)
+
+
+def _check_pruned_types(spec: VLMServiceSpec) -> None:
+    """Workers do not start if they would prune KV of two types: rows do not move between them."""
+    decode = spec.pools.decode
+    kv = decode.kv if decode is not None else None
+    if kv is not None and kv.prune_text and spec.model.kv_cache_dtype in _TWO_TYPES:
+        raise SpecError(
+            "spec.pools.decode.kv.pruneText",
+            f"is not for kvCacheDtype {spec.model.kv_cache_dtype.value}: remove one of them",
         )
 
 

@@ -135,8 +135,14 @@ def _limit_arguments(gateway: Gateway) -> list[str]:
         "--patience-seconds": gateway.patience_seconds,
         "--client-priority": None if priority is None else priority.value.lower(),
     }
-    prefetch = ["--session-prefetch"] if gateway.session_prefetch else []
-    return [*(f"{flag}={value}" for flag, value in flags.items() if value is not None), *prefetch]
+    switches = {
+        "--session-prefetch": gateway.session_prefetch,
+        "--client-embeddings": gateway.client_embeddings,
+    }
+    return [
+        *(f"{flag}={value}" for flag, value in flags.items() if value is not None),
+        *(flag for flag, is_on in switches.items() if is_on),
+    ]
 
 
 def _visual(visual: Visual) -> dict[str, Any]:

@@ -219,6 +219,7 @@ def test_blocks_in_4_bits_are_whole_in_any_step(
 
 def test_a_step_that_no_block_in_4_bits_fits_is_refused() -> None:
     kinds = BlockKinds(8, Narrow.VISION_KIVI4, 4)
+    BlockKinds(16).check_chunks(0)
     kinds.check_chunks(32)
     with pytest.raises(ValueError, match=r"computed whole.* is 31"):
         kinds.check_chunks(31)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
-from worker.answers import answer_alone
+from worker.answers import answer_alone, make_image
 from worker.engine.talk import error, events, first_token, tokens
 
 from vlm_worker.errors import EngineError
-from vlm_worker.testing import ChecksumRunner
-from vlm_worker.types import Request, RequestKey, SamplingParams
+from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner
+from vlm_worker.types import FinishedEvent, ImageItem, Request, RequestKey, SamplingParams
 
 PERMILLE = 500
 
@@ -124,3 +126,62 @@ async def test_conversations_in_a_small_pool_get_the_answers_of_each_alone(start
         assert tokens(answer) == answer_alone(request, kept_permille=PERMILLE)
     assert engine.stats().count("kv_pruned_sequences") >= 6
     assert engine.stats().kv.running_tokens == 0
+
+
+@pytest.mark.parametrize("num_blocks", [233, 237, 241])
+async def test_an_image_whose_sequence_gives_its_blocks_for_pruning_is_computed_later(
+    start: Any, num_blocks: int
+) -> None:
+    """The victim may be admitted again in the same turn, and then needs its embedding."""
+    own = ChecksumRunner(num_blocks)
+    engine = start(
+        own, max_model_len=640, max_num_seqs=4, max_num_batched_tokens=64, long_prefill_tokens=24,
+        kv_prune_text=PERMILLE,
+    )  # fmt: skip
+    image = make_image(1, num_tokens=200)
+    encoded = engine.encode(RequestKey("encoded", 0), [image])
+    await anext(aiter(encoded))
+    engine.release_embedding(RequestKey("encoded", 0), 0)
+    history = tuple(20 + i % 40 for i in range(400))
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    sharing = Request(RequestKey("sharing", 0), history, 400, params)
+    running = engine.submit_prefill(sharing, for_peer=False)
+    await first_token(running)
+
+    seen = Request(
+        RequestKey("seen", 0),
+        (*range(60, 80), *[IMAGE_TOKEN] * 200, *range(20, 40)),
+        240,
+        dataclasses.replace(params, max_tokens=4),
+        (ImageItem(image.image_key, 20, 200, image.grid_thw),),
+    )
+    last = tuple(20 + (i * 7 + 3) % 40 for i in range(60))
+    pruned = Request(
+        RequestKey("pruned", 0),
+        history + last,
+        460,
+        dataclasses.replace(params, max_tokens=6),
+        num_history_tokens=400,
+        priority=1,
+    )
+    own.gate.clear()  # both arrive in one turn
+    first = engine.submit_prefill(seen, for_peer=False)
+    second = engine.submit_prefill(pruned, for_peer=False)
+    own.gate.set()
+    told = await asyncio.gather(events(first), events(second), events(running))
+    assert all(isinstance(one[-1], FinishedEvent) for one in told)
+    assert tokens(told[1]) == answer_alone(pruned, kept_permille=PERMILLE)
+    assert engine.stats().count("preemptions") > 0
+
+
+async def test_kv_whose_attention_is_not_finite_leaves_the_cache(start: Any) -> None:
+    own = runner()
+    engine = start(own, kv_prune_text=PERMILLE, **OPTIONS)
+    observe = own.attention_mass
+    own.attention_mass = lambda inputs: np.full_like(observe(inputs), np.nan)  # type: ignore[method-assign]
+    told = await events(engine.submit_prefill(conversation("a", delivered=2), for_peer=False))
+    assert isinstance(error(told), EngineError)
+    own.attention_mass = observe  # type: ignore[method-assign]
+    told = await events(engine.submit_prefill(conversation("b"), for_peer=False))
+    assert told[1].num_cached_tokens == 0
+    assert tokens(told) == answer_alone(conversation("b"), kept_permille=PERMILLE)

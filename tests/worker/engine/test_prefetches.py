@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from worker.answers import image_item, make_image
 from worker.engine.by_hand import ByHand
@@ -16,7 +16,14 @@ from vlm_worker.engine import prefetches
 from vlm_worker.engine.prefetches import whole_blocks
 from vlm_worker.errors import ContextTooLongError, DrainingError
 from vlm_worker.testing import IMAGE_TOKEN
-from vlm_worker.types import Request, RequestKey, SamplingParams, TokenEvent
+from vlm_worker.types import (
+    ImageItem,
+    Narrow,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TokenEvent,
+)
 from vlm_worker.wire.prefetch_messages import PrefetchOutcome, PrefetchResult
 
 BLOCK_SIZE = 4
@@ -289,3 +296,46 @@ def test_whole_blocks_contain_each_image_whole_or_not_at_all(before: int, after:
     assert [item.end <= end for item in cut.items] == [True] * len(cut.items)
     assert (IMAGE_TOKEN in cut.token_ids) == bool(cut.items)
     assert len(request.token_ids) - end < BLOCK_SIZE + 5
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        BlockKinds(8),
+        BlockKinds(8, Narrow.VISION, 2),
+        BlockKinds(8, Narrow.TEXT, 2),
+        BlockKinds(8, Narrow.VISION_KIVI4, 4),
+    ],
+    ids=lambda kinds: str(kinds.narrow),
+)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 110)), max_size=4),
+    num_last=st.integers(1, 40),
+)
+@example(spans=[(8, 103), (0, 50)], num_last=3)
+def test_a_beginning_cuts_no_image_and_ends_at_blocks_of_its_own(
+    kinds: BlockKinds, spans: list[tuple[int, int]], num_last: int
+) -> None:
+    token_ids: list[int] = []
+    items = []
+    for number, (num_text, num_tokens) in enumerate(spans):
+        token_ids += [5] * num_text
+        image = make_image(number, num_tokens=num_tokens)
+        items.append(ImageItem(image.image_key, len(token_ids), num_tokens, image.grid_thw))
+        token_ids += [IMAGE_TOKEN] * num_tokens
+    token_ids += [6] * num_last
+    request = Request(
+        RequestKey("r", 0),
+        tuple(token_ids),
+        len(token_ids),
+        SamplingParams(max_tokens=1),
+        tuple(items),
+    )
+    cut = whole_blocks(request, kinds=kinds)
+    if cut is None:
+        return
+    end = len(cut.token_ids)
+    assert cut.items == tuple(item for item in items if item.end <= end)
+    assert all(item.end <= end or item.offset >= end for item in items)
+    shape = kinds.of_items(cut.items)
+    assert shape.num_tokens(shape.num_full(end)) == end

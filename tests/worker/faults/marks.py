@@ -148,9 +148,9 @@ def mark_worker(marks: Marks, components: WorkerComponents) -> None:
 
     submit = engine.submit_prefill
 
-    def at_submit(request: Any, *, for_peer: bool) -> Any:
+    def at_submit(request: Any, **more: Any) -> Any:
         marks.computed[request.key] += 1
-        return submit(request, for_peer=for_peer)
+        return submit(request, **more)
 
     engine.submit_prefill = at_submit  # type: ignore[method-assign]
     context.delay = at_delay  # type: ignore[method-assign]

@@ -80,6 +80,7 @@ def test_each_object_that_names_properties_is_closed() -> None:
         {"allOf": [OBJECT, {"properties": {"b": {}}}]},
         {"$defs": {"n": OBJECT}, "$ref": "#/$defs/n", "properties": {"b": {}}},
         {"properties": {"properties": {"allOf": [OBJECT, OBJECT]}}},
+        {"oneOf": [OBJECT, {"properties": {"b": {}}}]},
         {"enum": [OBJECT]},
         {"default": OBJECT},
     ],

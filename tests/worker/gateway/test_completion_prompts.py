@@ -120,13 +120,13 @@ async def test_a_client_that_leaves_cancels_all_prompts(served: Stack) -> None:
     # the fixture waits until every worker has given everything back
 
 
-async def test_each_prompt_counts_for_the_limit_of_waiting_requests() -> None:
+async def test_more_prompts_than_may_wait_are_refused_for_good() -> None:
     async with (
         serving(gateway_settings([], max_waiting=2)) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=30) as http,
     ):
         refused = await http.post("/v1/completions", json=body(PROMPTS))
-        assert refused.status_code == 429
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
         assert gateway.context.retry_policy.request_limit.num_waiting == 0
         assert (await http.post("/v1/completions", json=body(PROMPTS[:2]))).status_code == 503
 
@@ -141,8 +141,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[1], [2, 10**6]]}, "invalid_value", "prompt[1][1]"),
     ({"prompt": ["a", "b " * 9000]}, "context_length_exceeded", "prompt[1]"),
     ({"prompt": [["a"]]}, "invalid_type", "prompt[0][0]"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "unsupported_parameter", "echo"),
-    ({"prompt": "a", "echo": True, "max_tokens": 0}, "invalid_value", "max_tokens"),
+    ({"prompt": ["a" * 3000] * 16, "echo": True, "n": 8, "max_tokens": 1}, "invalid_value", "echo"),
+    ({"prompt": "a", "max_tokens": 10**400}, "invalid_value", "max_tokens"),
+    ({"prompt": "a", "seed": -(10**400)}, "invalid_value", "seed"),
+    ({"prompt": "a", "logit_bias": {"1": 10**400}}, "invalid_value", "logit_bias"),
 ]
 
 

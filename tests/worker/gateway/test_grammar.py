@@ -110,6 +110,10 @@ def test_free_text_has_no_grammar(value: Any) -> None:
         (named(True), SCHEMA),
         (named([]), SCHEMA),
         (named({"x-guidance": {"lenient": True}}), f"{SCHEMA}.x-guidance"),
+        (
+            named({"properties": {"a": {"x-guidance": {"lenient": True}}}}),
+            f"{SCHEMA}.properties.a.x-guidance",
+        ),
         (named({"description": "x" * MAX_GRAMMAR_BYTES}), SCHEMA),
     ],
 )

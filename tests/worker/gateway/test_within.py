@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlm_worker.gateway.responses import within
+from vlm_worker.gateway.request_guard import within
 
 Work = Callable[[asyncio.Future[int], list[str]], Coroutine[Any, Any, None]]
 

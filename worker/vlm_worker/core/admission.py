@@ -86,16 +86,21 @@ class AdmissionController:
         return self._watermark + withheld
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest prefix hit that leaves a token to compute (K4).
+        """Blocks of the longest prefix hit within `Sequence.max_cached_tokens`.
 
         Answer tokens of a pruned sequence have other KV than those that are published.
         """
         pool = self._pool
-        most = pool.kinds.of(sequence).num_full(sequence.num_computable_tokens - 1)
+        most = pool.kinds.of(sequence).num_full(sequence.max_cached_tokens)
         return pool.match(sequence.hashes[:most])
 
-    def admit_ready(self) -> None:
-        for sequence in list(itertools.islice(self.ready, self._num_places)):
+    def admit_ready(self, *, to_prune: bool) -> None:
+        """Give rows to the sequences with complete KV; those that await pruning if `to_prune`.
+
+        They enter before the prunings of a turn: behind them, they would decode over unpruned KV.
+        """
+        able = (sequence for sequence in self.ready if to_prune or not sequence.awaits_pruning)
+        for sequence in list(itertools.islice(able, self._num_places)):
             del self.ready[sequence]
             self._batch.add(sequence)
 

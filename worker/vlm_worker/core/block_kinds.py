@@ -65,7 +65,7 @@ class BlockKinds:
 
     def check_chunks(self, max_chunk: int) -> None:
         """Raise ValueError if not every chunk fits into a step of `max_chunk` prompt tokens."""
-        if max_chunk < self.min_chunk:
+        if 1 < self.min_chunk > max_chunk:  # without groups, a step may have no prompt tokens
             raise ValueError(
                 f"KV blocks of {self.min_chunk} visual tokens are computed whole, but "
                 f"max_num_batched_tokens less max_num_seqs is {max_chunk}"

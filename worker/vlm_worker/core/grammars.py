@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.core.grammar_limits import parser_limits
-from vlm_worker.core.token_texts import TokenTexts
+from vlm_worker.core.token_texts import TokenTexts, ids_of
 
 if TYPE_CHECKING:  # engines read no text
     from tokenizers import Tokenizer
@@ -235,5 +235,4 @@ class _TokenSource:
         self._tokenizer = tokenizer
 
     def __call__(self, text: Any) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return ids_of(self._tokenizer, text)

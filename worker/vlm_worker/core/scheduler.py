@@ -23,6 +23,8 @@ Written KV blocks are published to the prefix cache (K3):
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from vlm_worker.core.admission import AdmissionController
@@ -114,7 +116,7 @@ class Scheduler:
 
     def sequences_to_prune(self) -> list[Sequence]:
         """The sequences to prune before the next step; those with complete KV enter first."""
-        self.admission.admit_ready()
+        self.admission.admit_ready(to_prune=True)
         return self.pruner.ready
 
     def prune(
@@ -136,7 +138,7 @@ class Scheduler:
 
         `now` is on the clock of `Sequence.arrived_at`, and never less than in the last call.
         """
-        self.admission.admit_ready()
+        self.admission.admit_ready(to_prune=False)
         preempted: list[Sequence] = []
         decodes = self._grow(preempted)
         token_budget = TokenBudget(
@@ -165,11 +167,16 @@ class Scheduler:
         plan = self._plan(decodes, token_budget.chunks)
         return SchedulerOutput(plan, admitted, preempted, stalled, blocked_on_kv)
 
-    def update(self, plan: StepPlan, sampled: np.ndarray) -> StepOutcome:
-        """Record a step. `sampled` is int64 [R], one token per sampled row, or `NOT_FINITE`."""
+    def update(
+        self, plan: StepPlan, sampled: np.ndarray, *, failed: Collection[int] = ()
+    ) -> StepOutcome:
+        """Record a step. `sampled` is int64 [R], one token per sampled row, or `NOT_FINITE`.
+
+        The rows `failed` of prompts fail too; if they are sampled, their token is `NOT_FINITE`.
+        """
         outcome = StepOutcome(token_ids=sampled.tolist())
-        if min(outcome.token_ids, default=0) < 0:
-            failed_rows = plan.sampled_rows[sampled < 0]
+        if failed or min(outcome.token_ids, default=0) < 0:
+            failed_rows = np.union1d(plan.sampled_rows[sampled < 0], np.array([*failed], np.int64))
             outcome.failed = self._fail(failed_rows)
             plan = plan.without(set(failed_rows.tolist()))
             sampled = sampled[sampled >= 0]
@@ -312,6 +319,8 @@ class Scheduler:
             if end == batch.num_tokens[sequence.row]:
                 num_blocks = shape.num_blocks(end)
                 batch.end_prefill(sequence)
+            if sequence.row in batch.scoring:
+                batch.record_scored(sequence, end)
             outcome.prefilled.append((sequence, end, num_blocks))
         rows = rows[plan.samples[plan.num_decodes :]]
         sequences = batch.members(rows)

@@ -10,8 +10,8 @@ import dataclasses
 
 import numpy as np
 
-from vlm_worker.core.image_rows import add_places, image_rows_of
 from vlm_worker.core.persistent_batch import DecodeColumns, PersistentBatch
+from vlm_worker.core.prompt_scores import scored_chunks, scored_rows
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.step_values import (
     ConstrainedRow,
@@ -64,8 +64,8 @@ class BatchBuilder:
             assert sequence is not None
             start, at = int(computed[s]), int(query_start[s])
             self._fill_chunk(sequence, start, int(plan.counts[s]), at, positions)
-            rows = image_rows_of(sequence, start, int(plan.counts[s]), at)
-            add_places(positions, rows)
+            rows = _image_rows_of(sequence, start, int(plan.counts[s]), at)
+            _add_places(positions, rows)
             image_rows += rows
             if self._whole_images:
                 spans[s] = tuple((item.offset, item.end) for item in sequence.items)
@@ -81,6 +81,7 @@ class BatchBuilder:
             image_rows=tuple(image_rows),
             sample_rows=query_start[1:][plan.samples].astype(np.int64) - 1,
             sampling=self._sampling(plan.sampled_rows),
+            scored=scored_rows(scored_chunks(batch, plan)),
         )
 
     def _build_decodes(self, columns: DecodeColumns) -> StepInputs:
@@ -167,3 +168,29 @@ class BatchBuilder:
                 answer = batch.token_ids[row, batch.num_prompt[row] : batch.num_tokens[row]]
                 constrained.append(ConstrainedRow(at, matcher, answer))
         return tuple(constrained)
+
+
+def _image_rows_of(sequence: Sequence, start: int, count: int, at: int) -> list[ImageRows]:
+    """The embedding rows that the chunk `[start, start + count)` of a sequence reads.
+
+    `at` is the packed position of its first token. The embeddings of all its images are here.
+    """
+    rows = []
+    for number, item in enumerate(sequence.items):
+        first, last = max(start, item.offset), min(start + count, item.end)
+        if first < last:
+            embedding = sequence.embeddings[number]
+            assert embedding is not None, "a chunk was planned over an image without an embedding"
+            places = None if item.reduction is None else embedding.places
+            rows.append(
+                ImageRows(embedding, first - item.offset, at + first - start, last - first, places)
+            )
+    return rows
+
+
+def _add_places(positions: np.ndarray, image_rows: list[ImageRows]) -> None:
+    """Move the tokens of reduced images to the row and column of their cells (M-RoPE alone)."""
+    for rows in image_rows:
+        if rows.places is not None and len(positions) == 3:
+            places = rows.places[rows.src_start : rows.src_start + rows.num_rows]
+            positions[1:3, rows.dst_start : rows.dst_start + rows.num_rows] += places.T

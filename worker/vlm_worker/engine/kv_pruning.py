@@ -27,35 +27,55 @@ class KVPruning:
     def __init__(self, context: EngineContext, sequences: Sequences) -> None:
         self._context, self._sequences = context, sequences
         self._scheduler = sequences.scheduler
+        # Sequences without blocks for their rest, with what there was when they were tried.
+        self._missing: dict[Sequence, tuple[int, int]] = {}
 
-    def run(self) -> list[Sequence]:
-        """Prune all sequences that are ready; returns those preempted for their blocks."""
+    def run(self) -> bool:
+        """Prune all sequences that are ready; True if one was preempted for their blocks."""
         ready = self._scheduler.sequences_to_prune()
-        preempted: list[Sequence] = []
-        if ready:
-            self._context.events.flush()  # the first tokens do not wait for it
+        if not ready:
+            self._missing.clear()
+            return False
+        self._missing = {one: tried for one, tried in self._missing.items() if one in ready}
+        self._context.events.flush()  # the first tokens do not wait for it
+        has_preempted = False
         for sequence in ready:
-            if sequence.row is None:  # preempted for another
-                continue
+            if sequence.row is None or self._missing.get(sequence) == self._has():
+                continue  # preempted for another, or tried with the same blocks
             try:
-                preempted += self._prune(sequence)
+                has_preempted |= self._prune(sequence)
             except WorkerError as error:
                 self._context.device_errors.record(error)
                 self._sequences.fail(sequence, error)
-        return preempted
+        return has_preempted
 
-    def _prune(self, sequence: Sequence) -> list[Sequence]:
+    def _has(self) -> tuple[int, int]:
+        """What decides whether a sequence gets blocks: free ones, and who shares them."""
+        return self._sequences.pool.num_available, len(self._sequences.batch)
+
+    def _prune(self, sequence: Sequence) -> bool:
         runner = self._context.runner
         inputs = self._scheduler.pruner.observed_inputs(sequence)
         mass = run_device_copy("observing attention", lambda: runner.attention_mass(inputs))
         if mass.shape != (sequence.request.num_prompt_tokens,) or not np.isfinite(mass).all():
-            raise EngineError("the attention of the prompt's last rows is not finite")
+            blocks = sequence.blocks
+            error = EngineError("the attention of the prompt's last rows is not finite")
+            self._context.device_errors.record(error)
+            self._sequences.fail(sequence, error)
+            self._sequences.pool.invalidate(blocks)  # nothing else has read this KV yet
+            return False
         moves, preempted = self._scheduler.prune(sequence, mass)
-        if moves is not None:
+        for victim in preempted:  # before its blocks are written, or it is admitted again
+            self._sequences.readable_blocks.revoke(victim.request.key)
+            self._sequences.release_pins(victim)
+        if moves is None:
+            if sequence.row is not None:
+                self._missing[sequence] = self._has()
+        else:
             # peers do not read the copies: they are not what the hashes say
             self._sequences.readable_blocks.revoke(sequence.request.key)
             self._copy(sequence, moves)
-        return preempted
+        return bool(preempted)
 
     def _copy(self, sequence: Sequence, moves: SlotMoves) -> None:
         move_rows = self._context.runner.move_rows

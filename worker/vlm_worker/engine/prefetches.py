@@ -193,7 +193,7 @@ class Prefetches:
             logger.exception("prefetch failed")
             self._context.device_errors.record(error)
             return False
-        if not output.has_shape(len(inputs.sample_rows)):
+        if not output.has_shape(len(inputs.sample_rows), inputs.scored):
             logger.error("prefetch failed: the runner did not answer for its rows")
             return False
         running.num_computed += plan.num_tokens
@@ -233,15 +233,22 @@ def whole_blocks(request: Request, *, kinds: BlockKinds) -> Request | None:
     """
     shape = kinds.of_items(request.items)
     end = shape.num_tokens(shape.num_full(len(request.token_ids)))
-    for item in request.items:
-        if item.offset < end < item.end:
-            end = shape.num_tokens(shape.num_full(item.offset))
+    items = request.items
+    while True:  # without an image, the blocks before it may end elsewhere
+        for item in reversed(items):
+            if item.offset < end < item.end:
+                end = shape.num_tokens(shape.num_full(item.offset))
+        kept = tuple(item for item in items if item.end <= end)
+        if len(kept) == len(items):
+            break
+        items, shape = kept, kinds.of_items(kept)
+        end = shape.num_tokens(shape.num_full(end))
     if not end:
         return None
     return dataclasses.replace(
         request,
         token_ids=request.token_ids[:end],
         num_prompt_tokens=end,
-        items=tuple(item for item in request.items if item.end <= end),
+        items=items,
         sampling=SamplingParams(max_tokens=1),
     )

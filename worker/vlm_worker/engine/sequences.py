@@ -108,8 +108,7 @@ class Sequences:
         self.on_new: Callable[[], None] = lambda: None
         self._limits = context.limits
         self._positions, self._runner = positions, runner
-        self._prompt_embeddings = prompt_embeddings
-        self._constraints = context.constraints
+        self._prompt_embeddings, self._constraints = prompt_embeddings, context.constraints
         self._events, self._clock = context.events, context.clock
         self._draining, self._arrivals = False, 0
 

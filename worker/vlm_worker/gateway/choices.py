@@ -75,7 +75,9 @@ class Choices:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(generation.delivered.token_ids) for generation in self._generations)
+        """Tokens of the answers; none if they are the prompts alone."""
+        shown = [one for one in self._generations if not one.shows_no_answer]
+        return sum(len(generation.delivered.token_ids) for generation in shown)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -125,6 +127,9 @@ class Choices:
 
     def _emit(self, index: int) -> Emit:
         async def emit(token_id: int, logprobs: TokenLogprobs | None) -> bool:
+            # the first choice of a prompt has its log-probabilities, before any token
+            first = self._generations[index - index % self.count]
+            self._writer.begin(index, first.delivered.scored)
             more = await self._writer.emit(index, token_id, logprobs)
             self._begun[index // self.count].set()
             return more
@@ -148,7 +153,8 @@ def request_of_choice(
 ) -> PreparedRequest:
     """The request of one choice of a prompt; `number` counts the choices of all prompts.
 
-    The first choice keeps the seed, and the first of all the id; the others get new ones.
+    The first choice keeps the seed, and the first of all the id; the others get new ones. The first
+    choice alone has the log-probabilities of the prompt: they are the same for all.
     """
     number = choice if number is None else number
     if number > 0:
@@ -157,5 +163,7 @@ def request_of_choice(
         return prepared
     seed = f"{prepared.sampling.seed}/{choice}".encode()
     digest = hashlib.blake2b(seed, digest_size=8).digest()
-    sampling = dataclasses.replace(prepared.sampling, seed=int.from_bytes(digest))
+    sampling = dataclasses.replace(
+        prepared.sampling, seed=int.from_bytes(digest), num_prompt_logprobs=None
+    )
     return dataclasses.replace(prepared, sampling=sampling)

@@ -15,6 +15,7 @@ MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definition
 """Keywords whose value has schemas by a name that is no keyword."""
 VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose value has no schema."""
+Where = tuple[str, ...]
 _COMBINE: Final = ("allOf", "anyOf", "oneOf", "$ref")
 _OTHERS: Final = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "enum", "const",
@@ -25,9 +26,10 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema with `additionalProperties: false` in each object that names its properties.
 
     The schema stays as it is if parts of it combine for one object: properties that one part names
-    would be others of another part.
+    would be others of another part. With `oneOf`, a value of one closed part might be a value of
+    another part as well, which the schema does not accept.
     """
-    if any(_combines(part) for part in _parts(schema)):
+    if any(_combines(part) for _, part in parts_of(schema)):
         return schema
     found: Mapping[str, Any] = _closed(schema)
     return found
@@ -66,20 +68,20 @@ def _combines(schema: Mapping[str, Any]) -> bool:
     """Whether more than one part of a schema describes the same value."""
     every = schema.get("allOf")
     beside = ("properties" in schema) + sum(name in schema for name in _COMBINE)
-    return beside > 1 or (isinstance(every, list) and len(every) > 1)
+    return "oneOf" in schema or beside > 1 or (isinstance(every, list) and len(every) > 1)
 
 
-def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Each schema in a schema."""
+def parts_of(value: Any, path: Where = ()) -> Iterator[tuple[Where, Mapping[str, Any]]]:
+    """Each schema in a schema, with its path; names of properties are no keywords."""
     if isinstance(value, list):
-        for one in value:
-            yield from _parts(one)
+        for index, one in enumerate(value):
+            yield from parts_of(one, (*path, str(index)))
     if not isinstance(value, dict):
         return
-    yield value
+    yield path, value
     for name, held in value.items():
         if name in MAPS and isinstance(held, dict):
-            for one in held.values():
-                yield from _parts(one)
+            for key, one in held.items():
+                yield from parts_of(one, (*path, name, key))
         elif name not in VALUES:
-            yield from _parts(held)
+            yield from parts_of(held, (*path, name))

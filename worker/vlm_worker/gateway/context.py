@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vlm_worker.annotations import MAX_WEIGHTED_SECONDS
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.gateway.client_embeddings import common_layout
 from vlm_worker.gateway.config import ConfigWatcher, Salts
 from vlm_worker.gateway.fair_queue import WorkEstimate
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
@@ -28,7 +30,7 @@ from vlm_worker.route import least_queued_seconds, missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor
 from vlm_worker.telemetry import SpanExporter
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ class GatewayContext:
             fetcher=self.fetcher,
             session_prefetch=settings.session_prefetch,
             mark_history=settings.mark_history,
+            client_embeddings=settings.client_embeddings,
+            embed_layout=self._embed_layout,
         )
         self.prefetcher: SessionPrefetcher | None = None
         if settings.session_prefetch:
@@ -108,6 +112,11 @@ class GatewayContext:
         self.drain_ended = asyncio.Event()
         self.discovery_problem = ""  # why pods cannot be read; "" if they can
         self._was_ready = False
+
+    def _embed_layout(self) -> EmbedLayout | None:
+        """The layout of the embeddings that clients may send; None if the workers name none."""
+        peers = self.registry.peers.values()
+        return common_layout(peer.hello for peer in peers if peer.hello is not None)
 
     def declare(self, memory: ProcessMemory, resident: Callable[[], int]) -> None:
         """Limit requests to their part of the declared memory, and export all parts."""
@@ -133,7 +142,10 @@ class GatewayContext:
             return prepared
         num_prompt_tokens = prepared.num_tokens(0) - 1
         seconds = self.work.seconds(num_prompt_tokens, prepared.sampling.max_tokens)
-        return dataclasses.replace(prepared, tenant=tenant, work_seconds=seconds)
+        weighted = min(seconds / self._weight_of(tenant), MAX_WEIGHTED_SECONDS)
+        return dataclasses.replace(
+            prepared, tenant=tenant, work_seconds=seconds, weighted_seconds=weighted
+        )
 
     def _weight_of(self, tenant: str) -> float:
         limits = limits_of(tenant, self.config_watcher.now.config.tenants)
@@ -149,11 +161,14 @@ class GatewayContext:
         self.num_inflight += 1
         self.idle.clear()
 
-    def leave(self, outcome: str) -> None:
-        """Record the end of a request. Sets `idle` after the last one."""
+    def leave(self, outcome: str, *, needs_workers: bool = True) -> None:
+        """Record the end of a request. Sets `idle` after the last one.
+
+        One that needs no workers keeps no pods of an idle service.
+        """
         self.meters.request(outcome)
         self.num_inflight -= 1
-        if outcome != "invalid":
+        if needs_workers and outcome != "invalid":
             self._last_active = self.clock()
         if self.num_inflight == 0:
             self.idle.set()

@@ -15,7 +15,8 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from vlm_worker.gateway.api.requests import Effort, ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Effort, Message
 from vlm_worker.gateway.api.tools import Tool, ToolCall
 
 Change = Callable[[str], str]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from vlm_worker.abilities import TOLD
 from vlm_worker.errors import InvalidImageError, WorkerError
 from vlm_worker.gateway.access_log import Access
 from vlm_worker.gateway.api import errors
@@ -44,7 +45,6 @@ from vlm_worker.gateway.responses import (
     Send,
 )
 from vlm_worker.gateway.session_prefetch import EndedTurn
-from vlm_worker.route import NO_MINIMUM, UNCONSTRAINED
 from vlm_worker.telemetry import REQUEST_ID, Span
 from vlm_worker.types import Modality
 
@@ -74,7 +74,13 @@ class Exchange:
 
 
 class Endpoint:
-    """An ASGI application for one path."""
+    """An ASGI application for one path.
+
+    Attributes:
+        needs_workers: its requests keep the pods of a service that would be idle without them.
+    """
+
+    needs_workers = True
 
     def __init__(
         self, context: GatewayContext, kind: Kind, dialect: type[Dialect] = Dialect
@@ -128,7 +134,7 @@ class Endpoint:
             exchange.charge.end()
             if exchange.trace is not None and exchange.trace.wake_seconds:
                 self._context.meters.waited_for_wake(exchange.trace.wake_seconds)
-            self._context.leave(exchange.outcome)
+            self._context.leave(exchange.outcome, needs_workers=self.needs_workers)
             self._log(exchange)
 
     async def _refuse(self, exchange: Exchange, response: Response, error: ApiError) -> None:
@@ -278,10 +284,12 @@ class Endpoint:
                     stop_token_ids=options.sampling.stop_token_ids,
                     min_tokens=prepared.sampling.min_tokens,
                     kept_ids=form.kept_ids if form else frozenset(),
+                    lists_all=prepared.echo.lists_all,
                 )
                 for _ in range(len(requests) * options.num_choices)
             ],
             echoes=[one.echo for one in requests for _ in range(options.num_choices)],
+            texts=builder.token_texts,
             readers=[
                 form.reader(prepared.request_id, choice) if form else None
                 for choice in range(len(requests) * options.num_choices)
@@ -384,18 +392,14 @@ def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImag
     if isinstance(error, NotAwakeError):
         return errors.waking(waited_seconds=error.waited_seconds)
     if isinstance(error, NoRouteError):
-        what = _ABLE.get(str(error), "")
-        return errors.unavailable(f"No worker{what} is ready for the stage '{error.stage}'.")
+        what = f"{TOLD[reason]} " if (reason := str(error)) in TOLD else ""
+        return errors.unavailable(f"No worker {what}is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
     if isinstance(error, InvalidImageError) and error.item < len(images):
         answer.param = images[error.item].path
     if answer.status >= 500:
         logger.error("request lost", extra={"request_id": request_id, "reason": str(error)})
     return answer
-
-
-_ABLE = {UNCONSTRAINED: " that constrains answers", NO_MINIMUM: " that obeys 'min_tokens'"}
-"""What a worker would have to do, by the reason that there is none."""
 
 
 PING_SECONDS = 15.0

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.schema import Fields
-from vlm_worker.gateway.closed_schema import MAPS, VALUES, closed
+from vlm_worker.gateway.closed_schema import closed, parts_of
 
 MAX_NAME: Final = 64
 MAX_DESCRIPTION: Final = 4096
@@ -80,11 +80,17 @@ def of_schema(schema: Any, path: str) -> Grammar:
     """The grammar of JSON texts that a JSON Schema accepts. Raises ApiError (400)."""
     if not isinstance(schema, dict):
         raise invalid(f"'{path}' must be an object.", param=path, code="invalid_type")
-    if _OPTIONS in schema:
-        raise _keyword(path, (_OPTIONS,), "is not supported")
-    options = {"whitespace_pattern": WHITESPACE}
-    grammar = {"grammars": [{"json_schema": {**closed(schema), _OPTIONS: options}}]}
+    options = _find(schema, _OPTIONS)
+    if options is not None:
+        raise _keyword(path, options, "is not supported")
+    own = {_OPTIONS: {"whitespace_pattern": WHITESPACE}}
+    grammar = {"grammars": [{"json_schema": {**closed(schema), **own}}]}
     return validated(json.dumps(grammar, separators=(",", ":")), path, schema=schema)
+
+
+def has_options(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema has options of the library, which are not a client's to set."""
+    return _find(schema, _OPTIONS) is not None
 
 
 def validated(text: str, path: str, *, schema: Mapping[str, Any] | None = None) -> Grammar:
@@ -163,27 +169,10 @@ def _invalid(path: str, message: str) -> ApiError:
 
 def _find(schema: Any, keyword: str, value: str | None = None) -> tuple[str, ...] | None:
     """The path of a keyword in a schema, if one place has `value`, that one; None without it."""
-    places = list(_places(schema, keyword))
+    places = [
+        ((*path, keyword), part[keyword]) for path, part in parts_of(schema) if keyword in part
+    ]
     for where, held in places:
         if value is not None and isinstance(held, str) and held.lstrip("#") == value.lstrip("#"):
             return where
     return places[0][0] if places else None
-
-
-def _places(
-    schema: Any, keyword: str, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each place of a keyword, and its value there; names of properties are no keywords."""
-    if isinstance(schema, list):
-        for index, one in enumerate(schema):
-            yield from _places(one, keyword, (*path, str(index)))
-    if not isinstance(schema, dict):
-        return
-    if keyword in schema:
-        yield (*path, keyword), schema[keyword]
-    for name, one in schema.items():
-        if name in MAPS and isinstance(one, dict):
-            for key, part in one.items():
-                yield from _places(part, keyword, (*path, name, key))
-        elif name not in VALUES:
-            yield from _places(one, keyword, (*path, name))

@@ -62,19 +62,29 @@ class GrammarChecks:
             ApiError: 400 `invalid_json_schema`, it cannot be used; 503, there is no verdict.
             FullError: as many checks of the tenant wait as may.
         """
+        problem = await self.problem_of(grammar, tenant=tenant)
+        if problem:
+            logger.info("a grammar was refused", extra={"reason": problem[:200]})
+            raise error_of(grammar, problem)
+
+    async def problem_of(self, grammar: Grammar, *, tenant: str) -> str:
+        """Return why a grammar cannot be used; empty if it can.
+
+        Raises:
+            ApiError: 503, there is no verdict.
+            FullError: as `check`.
+        """
         digest = _digest(grammar)
         try:
             problem = self._known(digest)
             if problem is None:
                 problem = await self._checked(tenant, digest, grammar.text.encode())
+            return problem
         except NoVerdictError as error:
             logger.warning("a grammar has no verdict", extra={"reason": str(error)})
             raise unavailable(
                 f"The gateway could not check '{grammar.path}'. Send the request again later."
             ) from error
-        if problem:
-            logger.info("a grammar was refused", extra={"reason": problem[:200]})
-            raise error_of(grammar, problem)
 
     def __del__(self) -> None:
         """End the child of checks that nobody closed, as those of a test."""

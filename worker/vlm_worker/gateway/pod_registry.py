@@ -95,6 +95,7 @@ class PodConnection:
             lent_queued_seconds=load.lent_queued_seconds if load else 0.0,
             grammars=hello.grammars,
             min_tokens=hello.min_tokens,
+            prompt_logprobs=hello.prompt_logprobs,
         )
 
     @property

@@ -20,10 +20,11 @@ from tokenizers import Tokenizer
 
 from vlm_worker.core.families import Family, ModelConfigError, load_family
 from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_pointer, read_json
-from vlm_worker.core.token_texts import TokenTexts
+from vlm_worker.core.token_texts import TokenTexts, ids_of
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.api.tools import ToolCall
 from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
 from vlm_worker.gateway.conversation import Conversation
@@ -429,7 +430,7 @@ class PieceEncoder:
                 text = text.rstrip()
             strip_next = False
             tokenizer = self._later if i else self._first
-            token_ids += tokenizer.encode(text, add_special_tokens=False).ids
+            token_ids += ids_of(tokenizer, text)
         return token_ids
 
     def shared(self, renderings: Sequence[Sequence[PromptPiece]]) -> list[PromptPiece]:

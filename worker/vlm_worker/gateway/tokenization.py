@@ -94,6 +94,8 @@ class _Detokenize(Dialect):
 class _Alone(Endpoint):
     """An endpoint that the gateway answers without workers."""
 
+    needs_workers = False
+
     async def _exchange(
         self, exchange: Exchange, scope: dict[str, Any], receive: Receive, response: Response
     ) -> None:

@@ -3,7 +3,7 @@
 submit ─▶ Accepted            decode may be called from now on
   NeedItems ─▶ fetch from the encoder, or take over from this process
   BlocksReady ─▶ these blocks may be fetched, while the rest is computed
-  first token ─▶ commit, FirstToken, Done; the KV stays under its lease
+  first token ─▶ commit, PromptLogprobs if wanted, FirstToken, Done; the KV stays under its lease
 
 The embeddings of a prompt (`EmbeddingFetcher`):
 
@@ -38,6 +38,7 @@ from vlm_worker.types import (
     FinishedEvent,
     FinishReason,
     KVLayout,
+    PromptLogprobs,
     Request,
     ScheduledEvent,
     Source,
@@ -66,6 +67,7 @@ class _Progress:
     token: TokenEvent | None = None
     first_token_at: float = 0.0
     finish: FinishReason | None = None
+    prompt: list[PromptLogprobs] = dataclasses.field(default_factory=list)
 
 
 class PrefillRole:
@@ -105,6 +107,8 @@ class PrefillRole:
                 if not context.attempts.holds(call.transfer_id):
                     # the lease ended during the prefill; a KV that was adopted stays
                     context.run(context.engine.release(key))
+                for part in progress.prompt:
+                    yield Reply(part, (), timer.now())
                 yield Reply(_first_token(call.request, progress), spans, timer.now())
                 yield Reply(PrefillDone(), (), timer.now())
             finally:
@@ -185,6 +189,8 @@ class PrefillRole:
                         progress.scheduled = progress.scheduled or at
                     case BlocksReady(num_blocks):
                         producer.advance(num_blocks)
+                    case PromptLogprobs():
+                        progress.prompt.append(event)
                     case TokenEvent():
                         await self._context.delay("prefill")
                         progress.token = event
@@ -219,7 +225,7 @@ def _spans(progress: _Progress, timer: CallTimer) -> tuple[StageSpan, ...]:
     scheduled = progress.scheduled or progress.submitted
     return (
         timer.span("prefill_queue", progress.submitted, scheduled),
-        timer.span("prefill", scheduled, progress.first_token_at),
+        timer.span("prefill", scheduled, progress.first_token_at or None),
     )
 
 

@@ -136,6 +136,11 @@ def _check_pruning(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> N
             "--kv-prune-text: only of a decode worker, or an encoder that lends, with "
             "--stages=encoder,prefill,decode: pruned KV is not handed over"
         )
+    _check_pruned_types(worker, fail)
+
+
+def _check_pruned_types(worker: WorkerSettings, fail: Callable[[str], NoReturn]) -> None:
+    """Refuse to prune KV of two types."""
     if worker.kv_prune_text and "=" in worker.compute.kv_dtype:
         fail(
             f"--kv-prune-text: not with --kv-dtype={worker.compute.kv_dtype}: rows do not move "
@@ -183,6 +188,7 @@ def _serve(
         admin_port=alone.admin_port,
     )
     _check_scales(worker.compute, args.parser.error)
+    _check_pruned_types(worker, args.parser.error)
     if alone.split and worker.kv_prune_text:
         fail("--kv-prune-text: not with --split, pruned KV is not handed over: remove one of them")
     return dataclasses.replace(alone, worker=worker, gateway=gateway)

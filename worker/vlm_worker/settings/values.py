@@ -369,6 +369,12 @@ class GatewaySettings(ProcessSettings):
         False,
         "prefetch the next turn of a conversation on the idle pod that computed its prompt",
     )
+    client_embeddings: bool = option(
+        "--client-embeddings",
+        FLAG,
+        False,
+        "let clients send embeddings (image_embeds) in place of images",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -18,7 +19,7 @@ from worker.gateway.responding.written import WRITERS, parsed
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.tools import Tool, ToolUse
 from vlm_worker.gateway.responding.builtin import builtin
-from vlm_worker.gateway.responding.enforceable import GrammarError
+from vlm_worker.gateway.responding.enforceable import GrammarError, Literals, read
 from vlm_worker.gateway.responding.enforced import enforced
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.gateway.responding.tool_grammar import CallTool
@@ -36,11 +37,11 @@ CLOSERS = ['"', '<|"|>', "}", "]", "\n</parameter>\n", "</arg_value>", "</functi
            "</tool_call>", "<tool_call|>", "1", "a", "x"]  # fmt: skip
 
 
-def answer_of(checked: Checked, seed: int) -> str | None:
+def answer_of(text: str, all_control: Sequence[str], seed: int) -> str | None:
     """A random answer that the grammar accepts; None if the walk does not end."""
     draw = random.Random(seed)
-    matcher = LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(checked.text))
-    assert not matcher.is_error(), (matcher.get_error(), checked.text)
+    matcher = LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(text))
+    assert not matcher.is_error(), (matcher.get_error(), text)
     written: list[int] = []
 
     def write(ids: list[int]) -> bool:
@@ -52,7 +53,7 @@ def answer_of(checked: Checked, seed: int) -> str | None:
         if matcher.is_accepting():
             return b"".join(Bytes.tokens[one] for one in written).decode(errors="replace")
         tried = CLOSERS if turn > 60 or draw.random() < 0.3 else SNIPPETS
-        control = checked.control if draw.random() < 0.8 else []
+        control = all_control if draw.random() < 0.8 else []
         if write(ids_of(draw.choice(tried), control)):
             continue
         allowed = [
@@ -75,7 +76,7 @@ def check(form: str, schema: dict[str, Any], seed: int, *, with_control: bool = 
     if refused:  # bounds without a value
         assert "%json" in checked.text, messages
         return False
-    text = answer_of(checked, seed)
+    text = answer_of(checked.text, checked.control, seed)
     if text is not None:
         content, _, calls = parsed(form, [text], tools={"f": schema})
         assert (content, [name for name, _ in calls]) == ("", ["f"]), (text, checked.text)
@@ -264,3 +265,24 @@ def test_white_space_has_at_most_four_characters(form: str) -> None:
 def test_control_tokens_of_the_test_are_those_of_the_formats() -> None:
     texts = itertools.chain(*(region.texts for region in builtin("gemma4").regions))
     assert set(IDS) & set(texts)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": 5}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"properties": [1]}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": "object", "required": 5}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": "string", "enum": 5}},
+        {"properties": {"a": {"$ref": "#/default"}}, "default": {"type": [{}]}},
+    ],
+)
+def test_a_reference_to_what_is_no_schema_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError):
+        read(schema)
+
+
+def test_an_integer_beyond_every_float_is_an_integer() -> None:
+    huge = 10**400
+    node = read({"properties": {"a": {"type": "integer", "enum": [huge]}}})
+    assert node.members[0].value == Literals((huge,))

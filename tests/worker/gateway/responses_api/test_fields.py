@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -19,6 +17,7 @@ from openai.types.responses import (
     response_create_params,
 )
 from openai.types.responses.response_input_item_param import FunctionCallOutput, Message
+from worker.gateway.parameter_tables import DOCS, documented, printed
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ChatRequest, parse_chat
@@ -35,7 +34,6 @@ from vlm_worker.gateway.responses_api.fields import (
 )
 from vlm_worker.gateway.turns import at_once
 
-DOCS = (Path(__file__).parents[4] / "docs" / "openai.md").read_text()
 BODY: dict[str, Any] = {"model": "m", "input": "hi"}
 TOOL = {"type": "function", "name": "f"}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
@@ -75,11 +73,6 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-def documented(heading: str) -> list[tuple[str, str, str]]:
-    section = DOCS.split(f"{heading}\n", 1)[1].split("\n#", 1)[0]
-    return re.findall(r"^\| `(\w+)` \| ([a-z ]+) \| (.*) \|$", section, re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     ("heading", "table"),
     [
@@ -90,12 +83,7 @@ def documented(heading: str) -> list[tuple[str, str, str]]:
     ],
 )  # fmt: skip
 def test_the_page_prints_the_tables_of_the_code(heading: str, table: Sequence[Parameter]) -> None:
-    rows = []
-    for row in table:
-        taken = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
-        what = f"{row.note}; taken: {taken}" if row.neutral else row.note
-        rows.append((row.name, row.support.value, what))
-    assert documented(heading) == rows
+    assert documented(heading) == printed(table)
 
 
 def test_every_parameter_of_the_client_has_its_row() -> None:
@@ -184,7 +172,7 @@ def test_every_supported_parameter_is_tried() -> None:
 def test_the_page_names_every_event_that_is_sent() -> None:
     events = get_args(get_args(ResponseStreamEvent)[0])
     known = {get_args(event.model_fields["type"].annotation)[0] for event in events}
-    section = DOCS.split("### The response object\n", 1)[1].split("\n## ", 1)[0]
+    section = DOCS.read_text().split("### The response object\n", 1)[1].split("\n## ", 1)[0]
     named = set(re.findall(r"`(response\.[a-z_.]+)`", section)) - {"response.error"}
     assert named <= known
     assert len(named) >= 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final
 
 from vlm_worker.gateway.api.errors import invalid
@@ -10,6 +11,9 @@ from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, check_text, check_to
 
 MAX_PROMPTS: Final = 16
 """With 8 choices each, a request has 128 generations: half of the 256 that one pod may hold."""
+
+MAX_ECHO_BYTES: Final = 256 * 1024
+"""What `echo` may add to the answers of a request, which are held until they end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,3 +54,14 @@ def _prompt(path: str, value: Any) -> GivenPrompt:
     if not token_ids:
         raise invalid(f"'{path}' must have at least one token id.", param=path)
     return GivenPrompt(path, token_ids)
+
+
+def check_echo(echoes: Sequence[str], num_choices: int) -> None:
+    """Raise ApiError (400) if the prompts that precede all choices are too long."""
+    num_bytes = num_choices * sum(len(echo.encode()) for echo in echoes)
+    if num_bytes > MAX_ECHO_BYTES:
+        raise invalid(
+            f"'echo' adds {num_bytes} bytes to the answers; at most {MAX_ECHO_BYTES} are allowed: "
+            "send fewer or shorter prompts, or a smaller 'n'.",
+            param="echo",
+        )

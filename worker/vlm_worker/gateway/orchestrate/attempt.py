@@ -34,7 +34,14 @@ from vlm_worker.gateway.orchestrate.prepared_request import (
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import PodsInUse, Registry
 from vlm_worker.route import Choice, Route, another_decode
-from vlm_worker.types import FinishReason, Request, RequestKey, Role, Source
+from vlm_worker.types import (
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    RequestKey,
+    Role,
+    Source,
+)
 from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
@@ -195,6 +202,8 @@ class Attempt:
                         match reply.event:
                             case Accepted() as accepted:
                                 self._hand_over(request, accepted)
+                            case PromptLogprobs() as part:
+                                self._delivered.take_scores(part)
                             case FirstToken() as first:
                                 if not first_token and self._is_whole(request):
                                     marks = self._prepared.digests.marks
@@ -229,6 +238,8 @@ class Attempt:
     async def _take_first(self, first: FirstToken) -> None:
         self._trace.gateway_works()
         if first.index == 0:
+            if self._prepared.sampling.num_prompt_logprobs is not None:
+                self._delivered.end_scores()
             self._delivered.num_cached_tokens = first.num_cached_tokens
         await self._delivered.deliver(first.index, (first.token_id,), (first.logprobs,))
         if self._delivered.complete:
@@ -398,6 +409,7 @@ class Encoding:
                     max_pixels=image.max_pixels,
                     format=image.format,
                     reduction=image.reduction,
+                    grid_thw=image.grid_thw or (),
                 )
                 for transfer_id, image in zip(self.transfer_ids, self._prepared.images, strict=True)
             ),
@@ -406,6 +418,7 @@ class Encoding:
             pins_session=self._prepared.pins_session,
             skip_corrupt=self._prepared.skip_corrupt,
             priority=self._prepared.priority,
+            weighted_seconds=self._prepared.weighted_seconds,
         )
 
     def _take(self, decoded: Decoded) -> int:

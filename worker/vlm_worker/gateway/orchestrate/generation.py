@@ -32,6 +32,7 @@ from vlm_worker.errors import (
     PeerLostError,
     WorkerError,
 )
+from vlm_worker.gateway.api.errors import invalid
 from vlm_worker.gateway.memory import Bound, FullError
 from vlm_worker.gateway.orchestrate.attempt import Attempt, wait_seconds
 from vlm_worker.gateway.orchestrate.prepared_request import DeliveredTokens, Emit, PreparedRequest
@@ -77,6 +78,11 @@ class Generation:
         self.route: Route | None = None  # of the last attempt
         self.request: Request | None = None  # of the attempt that succeeded
         self.delivered = DeliveredTokens(emit)
+
+    @property
+    def shows_no_answer(self) -> bool:
+        """Whether its tokens are not shown: the client wants the prompt alone."""
+        return self._prepared.echo.no_answer
 
     async def run(self) -> FinishReason:
         """Generate until the answer is complete.
@@ -228,7 +234,18 @@ class RequestLimit:
 
     @contextlib.contextmanager
     def enter_more(self, first: AdmissionTicket, count: int) -> Iterator[list[AdmissionTicket]]:
-        """Admit the rest of `count` requests, of which `first` is admitted. Raises as `check`."""
+        """Admit the rest of `count` requests, of which `first` is admitted.
+
+        Raises:
+            ApiError: 400; so many may never wait.
+            FullError: as `check` does.
+        """
+        if count > self._size:
+            raise invalid(
+                f"'prompt' has {count} prompts, and {self._size} requests may wait on this "
+                "service: send fewer at once.",
+                param="prompt",
+            )
         with contextlib.ExitStack() as exits:
             yield [first, *(exits.enter_context(self.enter()) for _ in range(count - 1))]
 
@@ -341,7 +358,8 @@ class Routing:
         prepared = self.prepared
         sampling = prepared.sampling
         needs = bool(prepared.images), sampling.max_tokens > 1, bool(sampling.grammar)
-        return (stage, prepared.inline, *needs, bool(sampling.min_tokens))
+        is_scored = sampling.num_prompt_logprobs is not None
+        return (stage, prepared.inline, *needs, bool(sampling.min_tokens), is_scored)
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether only an encoder pod can help."""

@@ -135,7 +135,10 @@ def read(schema: Mapping[str, Any]) -> Object:
         GrammarError: it has a keyword that the rules do not enforce.
     """
     root = {"type": "object", **schema} if not {"$ref", "anyOf", "allOf"} & set(schema) else schema
-    node = _Reader(schema).node(root, ())
+    try:
+        node = _Reader(schema).node(root, ())
+    except (AttributeError, TypeError, OverflowError) as error:  # a `$ref` may name anything
+        raise GrammarError("is no JSON Schema that can be enforced") from error
     if not isinstance(node, Object):
         raise GrammarError("must be the schema of one object; write it with 'properties'")
     return node
@@ -285,9 +288,10 @@ class _Reader:
             if name not in properties:
                 raise GrammarError("names a property that 'properties' lacks", (*path, "required"))
         members, depth = [], 0
+        needed = set(required)
         for key, inner in properties.items():
             value = self.node(inner, (*path, "properties", key))
-            members.append(Member(key, value, key in required))
+            members.append(Member(key, value, key in needed))
             depth = max(depth, self._depth)
         others = schema.get("additionalProperties", True)
         node = None
@@ -334,7 +338,7 @@ def is_of(value: Any, kind: str) -> bool:
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
-        return kind == "number" or (kind == "integer" and float(value).is_integer())
+        return kind == "number" or (kind == "integer" and value == int(value))
     if isinstance(value, str):
         return kind == "string"
     return kind == ("array" if isinstance(value, list) else "object")

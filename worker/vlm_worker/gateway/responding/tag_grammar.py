@@ -51,6 +51,7 @@ class TagRules:
         self._form = form
         self._ends = [form.end, *([] if end is None else [end])]
         self._rules = rules
+        self._has_text = False
         barred = "|".join(regular(one.nodes) for one in self._ends)
         self._barred = barred
         self._json = StandardRules(barred, space, rules)
@@ -66,9 +67,10 @@ class TagRules:
 
     def text(self) -> str:
         """The terminal of a text that no anchor ends."""
-        rule = f"{TEXT}: {without(self._barred)}"
-        if rule not in self._rules:
-            self._rules.append(rule)
+        if not self._has_text:
+            rule = f"{TEXT}: {without(self._barred)}"
+            self._rules += [] if rule in self._rules else [rule]  # of another tool
+            self._has_text = True
         return TEXT
 
     def value(self, member: Member, types: Sequence[str], rule: str) -> str | None:
