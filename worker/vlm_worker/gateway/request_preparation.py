@@ -250,10 +250,10 @@ class Preparer:
         form = self._answer_form(request, prompt.opening)
         grammars = AnswerGrammars(self.grammar_checks, tenant, guard)
         options = await grammars.enforcing(request, form, self.prompt_builder.control_ids)
-        return self._prepared_request(
-            dataclasses.replace(ask, options=options),
-            prompt_without,
-            images,
+        ask = dataclasses.replace(ask, options=options)
+        prepared = self._prepared_request(ask, prompt_without, images)
+        return dataclasses.replace(
+            prepared,
             answer_form=form,
             next_turn=next_turn,
             pins_session=request.is_session,
@@ -386,9 +386,7 @@ class Preparer:
         ask: _Ask,
         prompt_without: Callable[[frozenset[int]], Prompt],
         images: tuple[RequestImage, ...],
-        **of_chat: Any,
     ) -> PreparedRequest:
-        """Build the request; `of_chat` has the fields that only a chat sets."""
         check_sampling(
             ask.options.sampling,
             vocab_size=self.prompt_builder.family.vocab_size,
@@ -417,7 +415,6 @@ class Preparer:
             max_hold_seconds=max_hold_seconds(ask.config),
             wake_timeout_seconds=ask.config.wake_timeout_seconds or 0.0,
             num_bytes=ask.num_text_bytes + sum(len(image.data) for image in images),
-            **of_chat,
         )
 
     def context(self, config: Config) -> int:
