@@ -256,10 +256,8 @@ class WorkerClient:
     async def _replies(
         self, name: str, request: Any, reply: Codec[T], timeout: float | None
     ) -> AsyncGenerator[T]:
-        # not through `_stream`: each generator that a token passes costs as much as its conversion
-        call = await self._call(name, request, timeout)
-        with self._running(call):
-            async for message in call:
+        async with aclosing(self._stream(name, request, timeout)) as replies:
+            async for message in replies:
                 yield self._read(reply.decode, message)
 
     async def _call(self, name: str, request: Any, timeout: float | None) -> Any:
@@ -296,12 +294,13 @@ class WorkerClient:
         name: str,
         request: Any,
         timeout: float | None,
-        on_metadata: Callable[[Mapping[str, Any]], None],
+        on_metadata: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> AsyncGenerator[Any]:
         """The messages of a call; `on_metadata` gets the initial metadata before the first."""
         call = await self._call(name, request, timeout)
         with self._running(call):
-            on_metadata(dict(await call.initial_metadata()))
+            if on_metadata is not None:
+                on_metadata(dict(await call.initial_metadata()))
             async for message in call:
                 yield message
 
