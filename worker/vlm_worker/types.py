@@ -191,10 +191,9 @@ class Request:
     `token_ids` is the prompt with expanded image placeholders, then the tokens of the answer that
     earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
     bytes) separates tenants in the prefix cache. `adapter` (a digest, empty for the base model)
-    identifies the weights that made the KV; nothing loads adapters yet, and no message has this
-    field. A larger `priority` runs first. The first `num_history_tokens` precede the last user
-    turn; 0 if that is unknown, and the sequence is not pruned (`core.pruning`). With
-    `weighted_seconds`, it waits for the turn of its `cache_salt` (`core.fair_order`).
+    identifies the weights that made the KV; nothing loads adapters yet. A larger `priority` runs
+    first. The first `num_history_tokens` precede the last user turn; 0 if that is unknown, and the
+    sequence is not pruned. With `weighted_seconds`, it awaits the turn of its `cache_salt`.
     """
 
     key: Annotated[RequestKey, an.Flat()]

@@ -48,6 +48,34 @@ async def test_an_answer_is_computed_from_what_was_kept(start: Any, delivered: i
     assert stats.kv.running_tokens == 0
 
 
+class SlowPruning(ChecksumRunner):
+    """On its clock, an observation takes 5 s, a copy 2 s, and everything else nothing."""
+
+    now = 100.0
+
+    def attention_mass(self, inputs: Any) -> np.ndarray:
+        self.now += 5
+        return super().attention_mass(inputs)
+
+    def move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.now += 2
+        super().move_rows(sources, targets)
+
+
+async def test_the_time_of_pruning_is_counted(start: Any) -> None:
+    slow = SlowPruning(257)
+    engine = start(slow, kv_prune_text=PERMILLE, clock=lambda: slow.now, **OPTIONS)
+    seconds = []
+    for name, history in (("none", 40), ("one", 300), ("two", 300)):
+        request = conversation(name, history=history)
+        await events(engine.submit_prefill(request, for_peer=False))
+        seconds.append(engine.stats().count("kv_prune_seconds"))
+    slow.faults.move_error = MemoryError("no memory")
+    assert error(await events(engine.submit_prefill(conversation("bad"), for_peer=False)))
+    seconds.append(engine.stats().count("kv_prune_seconds"))
+    assert seconds == [0, 7, 14, 21]
+
+
 @pytest.mark.parametrize("delivered", [0, 2])
 async def test_a_prompt_that_this_process_adopts_is_pruned(start: Any, delivered: int) -> None:
     engine = start(runner(), kv_prune_text=PERMILLE, **OPTIONS)

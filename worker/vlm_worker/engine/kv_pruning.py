@@ -22,11 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class KVPruning:
-    """Prunes the sequences whose prompt is computed."""
+    """Prunes the sequences whose prompt is computed.
+
+    Attributes:
+        seconds: time that it took, of failed attempts too.
+    """
 
     def __init__(self, context: EngineContext, sequences: Sequences) -> None:
         self._context, self._sequences = context, sequences
         self._scheduler = sequences.scheduler
+        self.seconds = 0.0
         # Sequences without blocks for their rest, with what there was when they were tried.
         self._missing: dict[Sequence, tuple[int, int]] = {}
 
@@ -38,6 +43,7 @@ class KVPruning:
             return False
         self._missing = {one: tried for one, tried in self._missing.items() if one in ready}
         self._context.events.flush()  # the first tokens do not wait for it
+        started = self._context.clock()
         has_preempted = False
         for sequence in ready:
             if sequence.row is None or self._missing.get(sequence) == self._has():
@@ -47,6 +53,7 @@ class KVPruning:
             except WorkerError as error:
                 self._context.device_errors.record(error)
                 self._sequences.fail(sequence, error)
+        self.seconds += self._context.clock() - started
         return has_preempted
 
     def _has(self) -> tuple[int, int]:

@@ -103,6 +103,7 @@ class GatewayContext:
         self.started = clock()
         self.created = int(time.time())
         self.num_inflight = 0
+        self._num_for_workers = 0  # of those in flight
         self._last_active = self.started
         self.idle = asyncio.Event()
         self.idle.set()
@@ -156,9 +157,10 @@ class GatewayContext:
         keys = self.config_watcher.now.keys
         return keys is not None and len(keys.tenants) > 1
 
-    def enter(self) -> None:
+    def enter(self, *, needs_workers: bool = True) -> None:
         """Count a request as in flight."""
         self.num_inflight += 1
+        self._num_for_workers += needs_workers
         self.idle.clear()
 
     def leave(self, outcome: str, *, needs_workers: bool = True) -> None:
@@ -168,6 +170,7 @@ class GatewayContext:
         """
         self.meters.request(outcome)
         self.num_inflight -= 1
+        self._num_for_workers -= needs_workers
         if needs_workers and outcome != "invalid":
             self._last_active = self.clock()
         if self.num_inflight == 0:
@@ -175,11 +178,11 @@ class GatewayContext:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds without a request since the last one, or since the start of the process.
+        """Seconds without a request for workers since the last one, or since the process started.
 
         A request that was invalid counts only while it is in flight.
         """
-        return 0.0 if self.num_inflight else self.clock() - self._last_active
+        return 0.0 if self._num_for_workers else self.clock() - self._last_active
 
     def fail(self, reason: str) -> None:
         """Mark the process as failed, neither healthy nor ready, and end all requests."""

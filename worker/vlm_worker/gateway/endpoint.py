@@ -108,7 +108,7 @@ class Endpoint:
         response = Response(send)
         response.headers = lambda: exchange.charge.headers(now=self._context.clock())
         REQUEST_ID.set(exchange.request_id)
-        self._context.enter()
+        self._context.enter(needs_workers=self.needs_workers)
         try:
             exchange.charge.start(now=self._context.clock())
             await self._exchange(exchange, scope, receive, response)
