@@ -223,9 +223,10 @@ def attribute(
     inside = _without_waits([s for s in known if s.end > s.start])
     owned = dict.fromkeys(STAGES, 0.0)
     now = first_byte
-    latest_first = iter(sorted(inside, key=lambda s: (s.end, -s.start), reverse=True))
     while now > received:
-        last = next((s for s in latest_first if s.end <= now), None)
+        last = max(
+            (s for s in inside if s.end <= now), key=lambda s: (s.end, -s.start), default=None
+        )
         boundary = received if last is None else last.end
         for stage, start, end in _gap(inside, boundary, now):
             owned[stage] += end - start
