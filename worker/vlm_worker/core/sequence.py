@@ -66,6 +66,8 @@ class Sequence:
         kept_permille: the share of its history's text that keeps its KV after the prompt; 0 if it
             is not pruned (`pruning`).
         num_dropped: tokens whose KV was dropped; the slot of a later token is its index less them.
+        needs_own_blocks: it was preempted because it could not copy the blocks that it shared; from
+            then on it hits no block that another sequence uses.
         block_shape: the tokens of each of its blocks; `BlockKinds.of` computes it.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
@@ -99,6 +101,7 @@ class Sequence:
     num_cached_tokens: int = 0
     kept_permille: int = 0
     num_dropped: int = 0
+    needs_own_blocks: bool = False
     blocks: list[int] = dataclasses.field(default_factory=list)
     block_shape: BlockShape | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)

@@ -205,9 +205,10 @@ class Attempt:
                             case PromptLogprobs() as part:
                                 self._delivered.take_scores(part)
                             case FirstToken() as first:
-                                if not first_token and self._is_whole(request):
-                                    marks = self._prepared.digests.marks
-                                    self.pods.record_prefix(choice.pod, marks)
+                                # else the last delivered token ends the answer: nothing ran
+                                is_new = first.index >= request.num_delivered_tokens
+                                if is_new and not first_token:
+                                    self._record_prompt(request, first)
                                 first_token = True
                                 await self._take_first(first)
                 except PeerLostError:
@@ -217,9 +218,14 @@ class Attempt:
             if not first_token:
                 raise PeerLostError("prefill ended its stream without a token")
 
-    def _is_whole(self, request: Request) -> bool:
-        """Whether no image was left out: the digests are those of the whole prompt."""
-        return len(request.items) == len(self._prepared.images)
+    def _record_prompt(self, request: Request, first: FirstToken) -> None:
+        """Record that the prefill pod holds the prompt, and what it had of the first attempt's."""
+        if len(request.items) == len(self._prepared.images):  # else the digests are of another
+            self.pods.record_prefix(self._route.prefill.pod, self._prepared.digests.marks)
+        if first.index == 0:
+            if self._prepared.sampling.num_prompt_logprobs is not None:
+                self._delivered.end_scores()
+            self._delivered.num_cached_tokens = first.num_cached_tokens
 
     def _record_answer(self) -> None:
         """Record that the decode pod holds prompt and answer: the next turn begins with them."""
@@ -237,10 +243,6 @@ class Attempt:
 
     async def _take_first(self, first: FirstToken) -> None:
         self._trace.gateway_works()
-        if first.index == 0:
-            if self._prepared.sampling.num_prompt_logprobs is not None:
-                self._delivered.end_scores()
-            self._delivered.num_cached_tokens = first.num_cached_tokens
         await self._delivered.deliver(first.index, (first.token_id,), (first.logprobs,))
         if self._delivered.complete:
             self._end(FinishReason.STOP)
