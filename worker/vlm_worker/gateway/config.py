@@ -249,12 +249,18 @@ class Salts:
         self._served_name = served_name
         self._keys = keys
         self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._known: dict[str, bytes] = {}
+        self._known_by: ApiKeys | None = None
 
     def of(self, tenant: str) -> bytes:
         """Return the salt, 32 bytes, that separates a tenant's cache entries from all others."""
         keys = self._keys()
-        secret = None if keys is None else keys.secret_of(tenant)
-        return cache_salt(secret or self._secret, self._served_name, tenant)
+        if keys is not self._known_by:
+            self._known, self._known_by = {}, keys
+        if tenant not in self._known:
+            secret = None if keys is None else keys.secret_of(tenant)
+            self._known[tenant] = cache_salt(secret or self._secret, self._served_name, tenant)
+        return self._known[tenant]
 
 
 def load_keys(directory: Path) -> tuple[ApiKeys, dict[str, str]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,13 +21,14 @@ from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
 from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt, after
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.request_guard import within
 from vlm_worker.gateway.responding.message import MessageReader
 from vlm_worker.types import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 # A client that reads nothing for this time counts as disconnected.
 SLOW_READER_SECONDS = 30.0
@@ -99,8 +100,7 @@ class Response:
             ClientGoneError: the client disconnected or read nothing for `SLOW_READER_SECONDS`.
         """
         try:
-            async with asyncio.timeout(SLOW_READER_SECONDS):
-                await self._send(message)
+            await within(SLOW_READER_SECONDS, self._send(message))
         except TimeoutError:
             raise ClientGoneError("the client reads nothing") from None
         except OSError as error:

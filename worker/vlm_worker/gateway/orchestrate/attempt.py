@@ -87,6 +87,7 @@ class Attempt:
         self._on_admitted = on_admitted
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._renewal: asyncio.TimerHandle | None = None
         self.pods = PodsInUse(self._key, registry)
         self._encoding: Encoding | None = None
         self._reservation: Reservation | None = None
@@ -113,6 +114,8 @@ class Attempt:
                 self._record_answer()
                 return reason
             finally:
+                if self._renewal is not None:
+                    self._renewal.cancel()
                 for task in self._tasks:
                     task.cancel()
                 if not self._clean:
@@ -120,7 +123,9 @@ class Attempt:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self) -> None:
-        self._start(self._renew())
+        # most attempts are accepted before the first renewal, and need no task for it
+        loop, seconds = asyncio.get_running_loop(), self._registry.timers.renew
+        self._renewal = loop.call_later(seconds, lambda: self._start(self._renew()))
         self._trace.gateway_waits()
         if self._route.reserve:
             await self._reserve()
@@ -294,7 +299,6 @@ class Attempt:
     async def _renew(self) -> None:
         """Renew the leases until the consumers do, once they have queued the request."""
         while not self._accepted:
-            await asyncio.sleep(self._registry.timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
                 client = self.pods.client(self._decode_choice.pod)
@@ -307,6 +311,7 @@ class Attempt:
                 # Prefill reports lost embeddings itself.
                 with contextlib.suppress(WorkerError):
                     await self.pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
+            await asyncio.sleep(self._registry.timers.renew)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
