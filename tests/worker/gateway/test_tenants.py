@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from worker.gateway.stack import COLOCATED, EPD, P_D, Stack, stack
 from worker.gateway.test_front_door import TEXT, api
 
 from vlm_worker.core.fair_order import FairOrder
-from vlm_worker.gateway.waiters import Waiters
+from vlm_worker.gateway.waiters import Place, Waiters
 
 NAMES = ("requests", "tokens")
 
@@ -170,15 +171,15 @@ async def test_requests_wait_as_their_tenants_if_one_has_a_weight(
     tmp_path: Path, keys: Path, weight: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[tuple[str, bool]] = []
-    wait_until = Waiters.wait_until
+    place = Waiters.place
 
-    async def noted(self: Waiters, *args: Any, **options: Any) -> bool:
+    def noted(self: Waiters, **options: Any) -> AbstractContextManager[Place]:
         waits.append((options.get("tenant", ""), options.get("seconds", 0.0) > 0))
-        return await wait_until(self, *args, **options)
+        return place(self, **options)
 
     config = settings(tmp_path, wake_timeout_seconds=0.2, tenants={"bob": {"weight": weight}})
     async with stack(config=config, api_keys_dir=keys) as served:
-        monkeypatch.setattr(Waiters, "wait_until", noted)
+        monkeypatch.setattr(Waiters, "place", noted)
         assert (await post(served)).status_code == 503
         assert (await post(served, "bob")).status_code == 503
         context = served.gateway.context

@@ -428,9 +428,11 @@ class Encoding:
         if len(decoded.items) != len(self._prepared.images):
             raise EngineError("the encoder answered for another number of images")
         errors = [(i, one.error) for i, one in enumerate(decoded.items) if one.error is not None]
-        if errors and not self._prepared.skip_corrupt:
-            item, error = errors[0]
-            raise InvalidImageError(error.message, item=item, code=error.code)
+        for item, error in errors:
+            # The gateway has checked an embedding, so a client takes it for a part of the prompt.
+            is_given = self._prepared.images[item].grid_thw is not None
+            if is_given or not self._prepared.skip_corrupt:
+                raise InvalidImageError(error.message, item=item, code=error.code)
         self.decoded.set_result(decoded.items)
         return len(decoded.items) - len(errors)
 

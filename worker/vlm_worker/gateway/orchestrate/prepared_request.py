@@ -15,6 +15,7 @@ from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.route import Demand
 from vlm_worker.types import (
+    EmbedLayout,
     ImageItem,
     PromptLogprobs,
     Request,
@@ -74,6 +75,11 @@ class PreparedRequest:
     work_seconds: float = 0.0
     weighted_seconds: float = 0.0
 
+    @property
+    def embed_layout(self) -> EmbedLayout | None:
+        """The layout of its embeddings in place of images, which is one; None without any."""
+        return next((image.layout for image in self.images if image.layout is not None), None)
+
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
         return len(self.prompt_without(frozenset()).token_ids) + num_delivered + 1
@@ -92,6 +98,7 @@ class PreparedRequest:
             constrained=bool(self.sampling.grammar),
             has_minimum=self.sampling.min_tokens > num_delivered,
             is_scored=self.sampling.num_prompt_logprobs is not None and not num_delivered,
+            embed_layout=self.embed_layout,
             inline=self.inline,
             num_image_tokens=sum(dict(images).values()),
             cached_images=caches.images(images),
