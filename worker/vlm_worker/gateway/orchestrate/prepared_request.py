@@ -103,13 +103,14 @@ class DeliveredTokens:
     `emit` gets each token, with its log-probabilities if requested. It returns False when the
     client needs no more (a stop string). `prompt` is the computed prompt: corrupt images may be
     left out. `scored` has its log-probabilities, all of one attempt, before the first token; None
-    if they are not wanted.
+    if they are not wanted. `turn` is locked while tokens are delivered. `failure` is the error of
+    `emit`: a token is lost, so no attempt may go on.
     """
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         self._grown = asyncio.Event()
         self.token_ids: list[int] = []
         self.prompt: Prompt | None = None
@@ -117,6 +118,7 @@ class DeliveredTokens:
         self._parts: list[PromptLogprobs] = []
         self.num_cached_tokens = 0
         self.complete = False
+        self.failure: Exception | None = None
 
     async def deliver(
         self,
@@ -125,7 +127,7 @@ class DeliveredTokens:
         logprobs: Sequence[TokenLogprobs | None] = (),
     ) -> None:
         """Deliver tokens from `first_index` on; drop known ones, keep early ones for later."""
-        async with self._turn:
+        async with self.turn:
             tokens = zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
             for index, token in enumerate(tokens, first_index):
                 if index >= len(self.token_ids):
@@ -133,7 +135,11 @@ class DeliveredTokens:
             while not self.complete and len(self.token_ids) in self._early:
                 token_id, its_logprobs = self._early.pop(len(self.token_ids))
                 self.token_ids.append(token_id)
-                self.complete = not await self._emit(token_id, its_logprobs)
+                try:
+                    self.complete = not await self._emit(token_id, its_logprobs)
+                except Exception as error:
+                    self.failure = error
+                    raise
             self._grown.set()
 
     def take_scores(self, part: PromptLogprobs) -> None:
