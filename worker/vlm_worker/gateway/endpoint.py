@@ -307,17 +307,19 @@ class Endpoint:
         meters = context.meters
         modality = Modality.IMAGE if prepared.images else Modality.TEXT
         previous: dict[int, float] = {}
+        num_tokens = 0 if prepared.echo.no_answer else 1
 
         def on_token(choice: int) -> None:
             now = context.clock()
-            charge.output(1)
+            charge.output(num_tokens)
             if choice in previous:
                 meters.next_token(now - previous[choice])
             elif choice > 0:
-                meters.further_choice()
+                meters.further_choice(num_tokens)
             else:
                 target = context.config_watcher.now.config.slo.ttft_seconds(modality)
-                meters.first_token(trace.ttft, trace.stages(), modality, target)
+                stages = trace.stages()
+                meters.first_token(trace.ttft, stages, modality, target, num_tokens=num_tokens)
             previous[choice] = now
 
         return on_token
