@@ -112,6 +112,19 @@ async def test_no_answer_is_the_prompt_alone(served: Stack) -> None:
     assert text.choices[0].logprobs is None
 
 
+async def test_the_length_of_answers_is_not_learned_from_a_request_without_one(
+    served: Stack,
+) -> None:
+    context = served.gateway.context
+    before, lengths = context.work.num_output_tokens, []
+    async with client(served) as api:
+        for max_tokens in (0, 1):
+            await api.completions.create(**body(max_tokens=max_tokens))
+            await context.idle.wait()  # a request ends after its client has the last byte
+            lengths.append(context.work.num_output_tokens)
+    assert lengths[1] < lengths[0] == before
+
+
 async def test_all_choices_have_the_values_of_their_prompt(served: Stack) -> None:
     prompts = [PROMPT, "the"]
     async with client(served) as api:

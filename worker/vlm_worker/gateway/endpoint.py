@@ -206,8 +206,9 @@ class Endpoint:
         return tuple(self._context.in_turn(one, exchange.tenant) for one in requests)
 
     def _learn(self, requests: Sequence[PreparedRequest], choices: Choices, trace: Trace) -> None:
-        """Record the times of a request with one choice, for the estimates of others."""
-        if len(requests) > 1 or choices.count > 1 or trace.first_byte is None:
+        """Record the times of a request with one answer, for the estimates of others."""
+        is_alone = len(requests) == choices.count == 1
+        if not is_alone or requests[0].echo.no_answer or trace.first_byte is None:
             return
         stages = trace.stages()
         self._context.work.ended(
