@@ -267,3 +267,18 @@ def test_a_prompt_to_score_goes_to_pods_that_give_log_probabilities() -> None:
     one_token = dataclasses.replace(demand, needs_decode=False)
     assert choose(old, one_token) == NoRoute(Stage.PREFILL, UNSCORED)
     assert names(choose(old, TEXT)) == (None, "p0", "d0")
+
+
+@pytest.mark.parametrize("asks", ["constrained", "has_minimum", "is_scored"])
+def test_a_stage_without_any_pod_lacks_a_pod_and_no_ability(asks: str) -> None:
+    demand = dataclasses.replace(TEXT, **{asks: True})  # type: ignore[arg-type]
+    able = {"grammars": True, "min_tokens": True, "prompt_logprobs": True}
+    for pods in ([encoder(), prefill()], [encoder(), prefill(**able)], [decode(ready=False)]):
+        assert choose(pods, demand) == choose(pods, TEXT)
+    pods = [encoder(), decode(**able)]
+    assert choose(pods, demand) == choose(pods, TEXT)
+    one_token = dataclasses.replace(demand, needs_decode=False)
+    plain = dataclasses.replace(TEXT, needs_decode=False)
+    assert choose([encoder()], one_token) == choose([encoder()], plain)
+    differs = prefill(**able, layout_fingerprint=b"another")
+    assert choose([differs, *pods], demand) == choose([differs, *pods], TEXT)
