@@ -22,7 +22,7 @@ NUM_TOP = 2
 def values_of(told: list[Any]) -> list[tuple[int, float, int]]:
     """Index, log-probability and rank of each token, in the order in which they came."""
     return [
-        (part.first_index + number, one.logprob, rank)
+        (part.first_index + number, one, rank)
         for part in told
         if isinstance(part, PromptLogprobs)
         for number, (one, rank) in enumerate(zip(part.logprobs, part.ranks, strict=True))
@@ -51,9 +51,10 @@ async def test_any_chunking_gives_the_same_values_before_the_first_token(
     last = max(at for at, kind in enumerate(kinds) if kind is PromptLogprobs)
     assert last < kinds.index(TokenEvent)
     assert tokens(told) == answer_alone(request)[: 1 if for_peer else None]
-    tops = [one.top for part in told if isinstance(part, PromptLogprobs) for one in part.logprobs]
-    assert [len(top) for top in tops] == [NUM_TOP] * 29
-    assert [top[0][0] for top in tops] == list(request.token_ids[1:])
+    parts = [part for part in told if isinstance(part, PromptLogprobs)]
+    assert {part.num_top for part in parts} == {NUM_TOP}
+    best = [token_id for part in parts for token_id in part.top_ids[::NUM_TOP]]
+    assert best == list(request.token_ids[1:])
     await engine.release(request.key)
 
 
@@ -87,7 +88,7 @@ async def test_together_equals_alone(start: Any) -> None:
         assert values_of(answer) == ([] if wanted is None else expected(request))
         assert tokens(answer) == answer_alone(request)
         parts = [one for one in answer if isinstance(one, PromptLogprobs)]
-        assert {len(one.top) for part in parts for one in part.logprobs} <= {wanted}
+        assert {one.num_top for one in parts} <= {wanted}
 
 
 async def test_preempted_sequences_give_each_value_once(start: Any) -> None:

@@ -7,8 +7,9 @@ logprobs  null -2.1 -5.0         the first token of a prompt has none
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.gateway.detokenization import (
@@ -18,7 +19,7 @@ from vlm_worker.gateway.detokenization import (
     begins_in,
     likely,
 )
-from vlm_worker.types import TokenLogprobs
+from vlm_worker.types import PromptLogprobs
 
 LONG_VALUES: Final = 4096
 """Values beyond which a prompt is shown from a thread."""
@@ -26,17 +27,37 @@ LONG_VALUES: Final = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """The P tokens of a prompt, and P - 1 log-probabilities and ranks: all but the first's."""
+    """The tokens of a prompt, and the log-probabilities of all but the first."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    ranks: tuple[int, ...]
+    token_ids: Sequence[int]
+    scores: PromptLogprobs
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], parts: Sequence[PromptLogprobs]) -> Self | None:
+        """Join parts; None if they are not those of all tokens, in order."""
+        num_top = parts[0].num_top if parts else 0
+        joined = PromptLogprobs(1, array("f"), array("I"), num_top, array("I"), array("f"))
+        for part in parts:
+            if (part.first_index, part.num_top) != (len(joined.logprobs) + 1, num_top):
+                return None
+            joined.logprobs.extend(part.logprobs)
+            joined.ranks.extend(part.ranks)
+            joined.top_ids.extend(part.top_ids)
+            joined.top_logprobs.extend(part.top_logprobs)
+        is_whole = len(joined.logprobs) == len(token_ids) - 1
+        return cls(token_ids, joined) if is_whole else None
 
     @property
     def is_long(self) -> bool:
         """Whether it takes milliseconds to make what is shown of it."""
-        num_top = len(self.logprobs[0].top) if self.logprobs else 0
-        return len(self.logprobs) * (num_top + 1) > LONG_VALUES
+        return len(self.token_ids) * (self.scores.num_top + 1) > LONG_VALUES
+
+    def top(self, index: int, count: int) -> list[tuple[int, float]]:
+        """Ids and log-probabilities of up to `count` likeliest tokens at `index`, at least 1."""
+        at = (index - 1) * self.scores.num_top
+        end = at + min(count, self.scores.num_top)
+        ids, logprobs = self.scores.top_ids[at:end], self.scores.top_logprobs[at:end]
+        return list(zip(ids, logprobs, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,11 +91,11 @@ class Echo:
         begins = offsets_in(self.text, [texts.of(one)[1] for one in prompt.token_ids])
         first = LikelyToken(*texts.of(prompt.token_ids[0]), None)
         tokens = [ChosenToken(first, (), begins[0])]
-        each = zip(prompt.token_ids[1:], prompt.logprobs, begins[1:], strict=True)
-        for token_id, logprobs, begin in each:
-            top = logprobs.top[: self.num_logprobs]
-            chosen = likely(texts, token_id, logprobs.logprob)
-            tokens.append(ChosenToken(chosen, tuple(likely(texts, *one) for one in top), begin))
+        for index in range(1, len(prompt.token_ids)):
+            top = prompt.top(index, self.num_logprobs)
+            chosen = likely(texts, prompt.token_ids[index], prompt.scores.logprobs[index - 1])
+            likeliest = tuple(likely(texts, *one) for one in top)
+            tokens.append(ChosenToken(chosen, likeliest, begins[index]))
         return TextChunk(self.text, tuple(tokens))
 
     def prompt_logprobs(
@@ -88,10 +109,11 @@ class Echo:
         if self.num_prompt_logprobs is None or prompt is None:
             return None
         shown: list[dict[str, Any] | None] = [None]
-        each = zip(prompt.token_ids[1:], prompt.logprobs, prompt.ranks, strict=True)
-        for token_id, logprobs, rank in each:
-            ranked = [(*one, at) for at, one in enumerate(logprobs.top, 1)]
-            ranked = [*ranked[: self.num_prompt_logprobs], (token_id, logprobs.logprob, rank)]
+        for index in range(1, len(prompt.token_ids)):
+            top = prompt.top(index, self.num_prompt_logprobs)
+            token_id, scores = prompt.token_ids[index], prompt.scores
+            ranked = [(*one, at) for at, one in enumerate(top, 1)]
+            ranked.append((token_id, scores.logprobs[index - 1], scores.ranks[index - 1]))
             found = [(one, likely(texts, one, logprob), at) for one, logprob, at in ranked]
             shown.append(
                 {

@@ -154,21 +154,15 @@ class DeliveredTokens:
             CorruptTransferError: they are not those of all tokens, in order.
         """
         assert self.prompt is not None
-        token_ids, parts = self.prompt.token_ids, self._parts
-        expected = 1
-        for part in parts:
-            if part.first_index != expected:
-                break
-            expected += len(part.logprobs)
-        else:
-            if expected == len(token_ids):
-                logprobs = tuple(one for part in parts for one in part.logprobs)
-                ranks = tuple(rank for part in parts for rank in part.ranks)
-                self.scored = ScoredPrompt(tuple(token_ids), logprobs, ranks)
-                return
-        raise CorruptTransferError(
-            f"prefill sent log-probabilities up to token {expected} of {len(token_ids)} of a prompt"
-        )
+        scored = ScoredPrompt.of(self.prompt.token_ids, self._parts)
+        if scored is None:
+            num_sent = sum(len(part.logprobs) for part in self._parts)
+            raise CorruptTransferError(
+                f"prefill sent {num_sent} log-probabilities, not in order those of the "
+                f"{len(self.prompt.token_ids)} tokens of a prompt"
+            )
+        self.scored = scored
+        self._parts.clear()
 
     def forget_early(self) -> None:
         """Drop tokens and log-probabilities of the prompt that a lost attempt sent too early."""
