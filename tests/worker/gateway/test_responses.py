@@ -10,8 +10,9 @@ from worker.gateway.test_text_assembler import falls_back, with_bytes
 
 from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.gateway.detokenization import TextAssembler
+from vlm_worker.gateway.http_response import Response
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
-from vlm_worker.gateway.responses import CompletionShape, Envelope, Response, ResponseWriter, Usage
+from vlm_worker.gateway.responses import CompletionShape, Envelope, ResponseWriter, Usage
 from vlm_worker.types import FinishReason
 
 

@@ -23,6 +23,7 @@ from vlm_worker.gateway.choices import Choices
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.dialect import Dialect, Kind
+from vlm_worker.gateway.http_response import ClientGoneError, Response, Send
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, MemoryReservation
 from vlm_worker.gateway.orchestrate.generation import (
@@ -37,12 +38,9 @@ from vlm_worker.gateway.rate_limits import RateLimitError, RequestCharge
 from vlm_worker.gateway.request_guard import Guard
 from vlm_worker.gateway.responses import (
     ChatShape,
-    ClientGoneError,
     CompletionShape,
     Envelope,
-    Response,
     ResponseWriter,
-    Send,
 )
 from vlm_worker.gateway.session_prefetch import EndedTurn
 from vlm_worker.telemetry import REQUEST_ID, Span

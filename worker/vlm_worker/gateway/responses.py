@@ -10,101 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from vlm_worker.core.token_texts import TokenTexts
-from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
 from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt, after
+from vlm_worker.gateway.http_response import Response, encode, event
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.responding.message import MessageReader
 from vlm_worker.types import FinishReason, TokenLogprobs
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-# A client that reads nothing for this time counts as disconnected.
-SLOW_READER_SECONDS = 30.0
-
-
-class ClientGoneError(Exception):
-    """The client disconnected or stopped reading."""
-
-
-class Response:
-    """The HTTP response. It starts with the first byte, so that earlier errors set the status.
-
-    `failure` writes the last event of a stream that fails; the writer of the answer may set it.
-    `headers` returns more headers, when the response starts. `status` is 0 before.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.started = False
-        self.failure = _error_event
-        self.headers: Callable[[], Mapping[str, str]] = dict
-        self.status = 0
-
-    async def write(self, body: bytes) -> None:
-        """Send bytes of an event stream; start it if necessary."""
-        if not self.started:
-            await self._start(
-                200,
-                {
-                    "content-type": "text/event-stream; charset=utf-8",
-                    "cache-control": "no-cache",
-                    "x-accel-buffering": "no",
-                },
-            )
-        await self._put({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def end(self) -> None:
-        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        fixed = {"content-type": "application/json", "content-length": str(len(body))}
-        await self._start(status, {**fixed, **headers})
-        await self._put({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def fail(self, error: ApiError) -> None:
-        """Send an error to a client that is still there.
-
-        It is an HTTP error, or an event if the stream has started.
-        """
-        try:
-            if self.started:
-                await self.write(self.failure(error))
-                await self.end()
-            else:
-                await self.whole(error.status, encode(error.body), error.headers)
-        except ClientGoneError:
-            logger.debug("the client disconnected before the error was sent")
-
-    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.started, self.status = True, status
-        fields = {**headers, **self.headers()}
-        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
-        await self._put({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def _put(self, message: dict[str, Any]) -> None:
-        """Send a message. The server applies backpressure while the client's buffer is full.
-
-        Raises:
-            ClientGoneError: the client disconnected or read nothing for `SLOW_READER_SECONDS`.
-        """
-        try:
-            async with asyncio.timeout(SLOW_READER_SECONDS):
-                await self._send(message)
-        except TimeoutError:
-            raise ClientGoneError("the client reads nothing") from None
-        except OSError as error:
-            raise ClientGoneError("the client disconnected") from error
 
 
 class ResponseWriter:
@@ -320,8 +237,6 @@ def completion_body(tokens: Tokens) -> dict[str, Any] | None:
     }
 
 
-encode = msgspec.json.Encoder().encode
-
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
@@ -447,15 +362,6 @@ class Envelope:
             "model": self.model,
             "choices": choices,
         }
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """Return `body` as a server-sent event."""
-    return b"data: " + encode(body) + b"\n\n"
-
-
-def _error_event(error: ApiError) -> bytes:
-    return event(error.body)
 
 
 def _choice(
