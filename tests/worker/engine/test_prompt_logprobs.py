@@ -10,13 +10,15 @@ import pytest
 from worker.answers import answer_alone, prompt_alone
 from worker.engine.talk import about_image, error, events, text, tokens
 
-from vlm_worker.annotations import MAX_PROMPT_LOGPROBS
+from vlm_worker.annotations import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import EngineError, InvalidRequestError
 from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import PromptLogprobs, Request, TokenEvent
 
 NUM_TOP = 2
+MOST_VALUES = 4096
+"""Log-probabilities that an event loop encodes or decodes at once: about a millisecond."""
 
 
 def values_of(told: list[Any]) -> list[tuple[int, float, int]]:
@@ -158,4 +160,5 @@ async def test_a_message_has_a_bounded_number_of_values(start: Any) -> None:
     told = await events(engine.submit_prefill(request, for_peer=False))
     parts = [len(one.logprobs) for one in told if isinstance(one, PromptLogprobs)]
     assert parts == [MAX_PROMPT_LOGPROBS, 39]
+    assert MAX_PROMPT_LOGPROBS * (MAX_LOGPROBS + 1) <= MOST_VALUES
     assert values_of(told) == expected(request)

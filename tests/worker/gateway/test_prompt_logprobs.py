@@ -22,7 +22,7 @@ from worker.gateway.stack import (
     stack_of,
 )
 
-from vlm_worker.gateway.echo import LONG_VALUES
+from vlm_worker.gateway.echo import LONG_VALUES, SLICE
 from vlm_worker.types import Role, Stage
 
 PROMPT = "two blue squares and a red circle"
@@ -169,7 +169,20 @@ async def test_a_long_prompt_has_the_form_of_a_short_one(served: Stack) -> None:
     async with client(served) as api:
         few = await api.completions.create(**body(prompt, max_tokens=0, logprobs=0))
         many = await api.completions.create(**body(prompt, max_tokens=0, logprobs=20, **extra))
+        streamed = [
+            chunk.choices[0]
+            async for chunk in await api.completions.create(
+                **body(prompt, max_tokens=0, logprobs=20, stream=True)
+            )
+        ]
     (short,), (long,) = few.choices, many.choices
+    parts = [one.logprobs for one in streamed if one.logprobs is not None]
+    assert len(parts) > count // SLICE > 1
+    assert "".join(one.text for one in streamed) == prompt
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [one for part in parts for one in getattr(part, name)] == getattr(
+            long.logprobs, name
+        )
     assert (long.text, short.text) == (prompt, prompt)
     assert len(long.logprobs.tokens) == count == len(long.model_extra["prompt_logprobs"])
     assert long.logprobs.token_logprobs == short.logprobs.token_logprobs

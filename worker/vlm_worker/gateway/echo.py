@@ -7,8 +7,9 @@ logprobs  null -2.1 -5.0         the first token of a prompt has none
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Self
 
 from vlm_worker.core.token_texts import TokenTexts
@@ -19,10 +20,13 @@ from vlm_worker.gateway.detokenization import (
     begins_in,
     likely,
 )
+from vlm_worker.gateway.http_response import Json, encode
 from vlm_worker.types import PromptLogprobs
 
 LONG_VALUES: Final = 4096
 """Values beyond which a prompt is shown from a thread."""
+SLICE: Final = 128
+"""Tokens of a prompt that are encoded at once: the encoder keeps other threads from running."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,47 +88,94 @@ class Echo:
         shown = (self.num_logprobs, self.num_prompt_logprobs)
         return num_tokens * sum(1 + num_top for num_top in shown if num_top is not None)
 
-    def chunk(self, texts: TokenTexts, prompt: ScoredPrompt | None) -> TextChunk:
-        """The text of the prompt, and its tokens if they are shown."""
-        if self.num_logprobs is None or prompt is None:
-            return TextChunk(self.text)
+    def chunks(self, texts: TokenTexts, prompt: ScoredPrompt) -> Iterator[TextChunk]:
+        """The text of the prompt with its tokens, `SLICE` at once."""
         begins = offsets_in(self.text, [texts.of(one)[1] for one in prompt.token_ids])
-        first = LikelyToken(*texts.of(prompt.token_ids[0]), None)
-        tokens = [ChosenToken(first, (), begins[0])]
-        for index in range(1, len(prompt.token_ids)):
-            top = prompt.top(index, self.num_logprobs)
-            chosen = likely(texts, prompt.token_ids[index], prompt.scores.logprobs[index - 1])
-            likeliest = tuple(likely(texts, *one) for one in top)
-            tokens.append(ChosenToken(chosen, likeliest, begins[index]))
-        return TextChunk(self.text, tuple(tokens))
+        cuts = [0, *begins[SLICE::SLICE], len(self.text)]
+        for first, (start, end) in zip(
+            range(0, len(begins), SLICE), itertools.pairwise(cuts), strict=True
+        ):
+            indices = range(first, min(first + SLICE, len(begins)))
+            tokens = tuple(self._token(texts, prompt, at, begins[at]) for at in indices)
+            yield TextChunk(self.text[start:end], tokens)
 
-    def prompt_logprobs(
-        self, texts: TokenTexts, prompt: ScoredPrompt | None
-    ) -> list[dict[str, Any] | None] | None:
-        """The field `prompt_logprobs` in vLLM's form; None if it is not shown.
+    def _token(
+        self, texts: TokenTexts, prompt: ScoredPrompt, index: int, begin: int
+    ) -> ChosenToken:
+        token_id = prompt.token_ids[index]
+        if index == 0:
+            return ChosenToken(LikelyToken(*texts.of(token_id), None), (), begin)
+        chosen = likely(texts, token_id, prompt.scores.logprobs[index - 1])
+        top = prompt.top(index, self.num_logprobs or 0)
+        return ChosenToken(chosen, tuple(likely(texts, *one) for one in top), begin)
+
+    def logprobs(
+        self, answer: Sequence[ChosenToken], texts: TokenTexts, prompt: ScoredPrompt
+    ) -> list[Json]:
+        """The field `logprobs` of prompt and answer, in parts of its JSON."""
+        lists: dict[str, bytearray] = {}
+        prompts = (chunk.tokens for chunk in self.chunks(texts, prompt))
+        for tokens in itertools.chain(prompts, [answer]):
+            for name, values in completion_body(tokens).items():
+                _extend(lists.setdefault(name, bytearray(b"[")), values)
+        parts: list[Json] = []
+        for name, text in lists.items():
+            parts += [b'%b"%b":' % (b"," if parts else b"{", name.encode()), text, b"]"]
+        return [*parts, b"}"]
+
+    def prompt_logprobs(self, texts: TokenTexts, prompt: ScoredPrompt) -> list[Json]:
+        """The field `prompt_logprobs` in vLLM's form, in parts of its JSON.
 
         Per token: its id and those of the likeliest tokens, each with log-probability, rank and
-        text. The first token has None.
+        text. The first token has null.
         """
-        if self.num_prompt_logprobs is None or prompt is None:
+        text, count = bytearray(b"["), len(prompt.token_ids)
+        for first in range(0, count, SLICE):
+            indices = range(first, min(first + SLICE, count))
+            _extend(text, [self._ranked(texts, prompt, at) for at in indices])
+        return [text, b"]"]
+
+    def _ranked(
+        self, texts: TokenTexts, prompt: ScoredPrompt, index: int
+    ) -> dict[str, dict[str, Any]] | None:
+        if index == 0:
             return None
-        shown: list[dict[str, Any] | None] = [None]
-        for index in range(1, len(prompt.token_ids)):
-            top = prompt.top(index, self.num_prompt_logprobs)
-            token_id, scores = prompt.token_ids[index], prompt.scores
-            ranked = [(*one, at) for at, one in enumerate(top, 1)]
-            ranked.append((token_id, scores.logprobs[index - 1], scores.ranks[index - 1]))
-            found = [(one, likely(texts, one, logprob), at) for one, logprob, at in ranked]
-            shown.append(
-                {
-                    str(one): {"logprob": a.logprob, "rank": at, "decoded_token": a.text}
-                    for one, a, at in found
-                }
-            )
-        return shown
+        token_id, scores = prompt.token_ids[index], prompt.scores
+        top = prompt.top(index, self.num_prompt_logprobs or 0)
+        ranked = [(*one, rank) for rank, one in enumerate(top, 1)]
+        ranked.append((token_id, scores.logprobs[index - 1], scores.ranks[index - 1]))
+        found = [(one, likely(texts, one, logprob), rank) for one, logprob, rank in ranked]
+        return {
+            str(one): {"logprob": a.logprob, "rank": rank, "decoded_token": a.text}
+            for one, a, rank in found
+        }
+
+
+def _extend(text: bytearray, values: Sequence[Any]) -> None:
+    """Add values to a JSON list that lacks its last bracket."""
+    if values:
+        text += (b"," if len(text) > 1 else b"") + encode(values)[1:-1]
 
 
 NO_ECHO = Echo()
+
+
+def completion_body(tokens: Sequence[ChosenToken]) -> dict[str, list[Any]]:
+    """Return `logprobs` of a completion's choice; `top_logprobs` include the chosen token.
+
+    The first token of a prompt has null in both.
+    """
+    return {
+        "tokens": [one.chosen.text for one in tokens],
+        "token_logprobs": [one.chosen.logprob for one in tokens],
+        "top_logprobs": [
+            None
+            if one.chosen.logprob is None
+            else {likely.text: likely.logprob for likely in (*one.top, one.chosen)}
+            for one in tokens
+        ],
+        "text_offset": [one.offset for one in tokens],
+    }
 
 
 def after(echo: Echo, piece: TextChunk) -> TextChunk:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -18,10 +18,12 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
+Json = bytes | bytearray
 encode = msgspec.json.Encoder().encode
 
 # A client that reads nothing for this time counts as disconnected.
 SLOW_READER_SECONDS = 30.0
+MESSAGE_BYTES: Final = 64 * 1024
 
 
 class ClientGoneError(Exception):
@@ -62,6 +64,17 @@ class Response:
         fixed = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, {**fixed, **headers})
         await self._put({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def in_parts(self, parts: Sequence[Json]) -> None:
+        """Send a large body in small messages, so that no copy of it is made at once."""
+        length = sum(map(len, parts))
+        headers = {"content-type": "application/json", "content-length": str(length)}
+        await self._start(200, headers)
+        for part in parts:
+            for at in range(0, len(part), MESSAGE_BYTES):
+                body = bytes(memoryview(part)[at : at + MESSAGE_BYTES])
+                await self._put({"type": "http.response.body", "body": body, "more_body": True})
+        await self.end()
 
     async def fail(self, error: ApiError) -> None:
         """Send an error to a client that is still there.
