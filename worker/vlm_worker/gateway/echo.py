@@ -25,6 +25,10 @@ from vlm_worker.types import PromptLogprobs
 
 LONG_VALUES: Final = 4096
 """Values beyond which a prompt is shown from a thread."""
+LISTED_BYTES: Final = 80
+"""Memory of a value in `logprobs`: 16 bytes in arrays, and its JSON of 30 to 60."""
+RANKED_BYTES: Final = 128
+"""Memory of a value in `prompt_logprobs`, whose JSON is longer."""
 SLICE: Final = 128
 """Tokens of a prompt that are encoded at once: the encoder keeps other threads from running."""
 
@@ -87,6 +91,13 @@ class Echo:
         """Log-probabilities that one choice shows of a prompt of `num_tokens`."""
         shown = (self.num_logprobs, self.num_prompt_logprobs)
         return num_tokens * sum(1 + num_top for num_top in shown if num_top is not None)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Memory of the values that one choice shows of a prompt of `num_tokens`, until its end."""
+        listed, ranked = self.num_logprobs, self.num_prompt_logprobs
+        num_bytes = 0 if listed is None else LISTED_BYTES * (1 + listed)
+        num_bytes += 0 if ranked is None else RANKED_BYTES * (1 + ranked)
+        return num_tokens * num_bytes
 
     def chunks(self, texts: TokenTexts, prompt: ScoredPrompt) -> Iterator[TextChunk]:
         """The text of the prompt with its tokens, `SLICE` at once."""

@@ -42,7 +42,8 @@ class PreparedRequest:
         wake_timeout_seconds: maximum wait for the pods of a service at zero; 0 if it never is.
         digests: what pods may hold of it from earlier requests.
         priority: requests of a larger priority run first.
-        num_bytes: bytes of images and texts.
+        num_bytes: bytes of images and texts, and `num_shown_bytes`.
+        num_shown_bytes: memory of the log-probabilities that its choices show of the prompt.
         answer_form: how its answers are read; None: they are content alone.
         next_turn: returns the beginning of the next turn's prompt, by the answer's message as the
             client has it. It may take milliseconds. None if nothing is prefetched.
@@ -65,6 +66,7 @@ class PreparedRequest:
     max_hold_seconds: float = 0.0
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
+    num_shown_bytes: int = 0
     answer_form: AnswerForm | None = None
     next_turn: Callable[[Mapping[str, Any]], Prompt | None] | None = None
     pins_session: bool = False
