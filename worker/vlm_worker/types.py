@@ -192,9 +192,9 @@ class Request:
     `token_ids` is the prompt with expanded image placeholders, then the tokens of the answer that
     earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
     bytes) separates tenants in the prefix cache. `adapter` (a digest, empty for the base model)
-    identifies the weights that made the KV; nothing loads adapters yet, and no message has this
-    field. A larger `priority` runs first. The first `num_history_tokens` precede the last user
-    turn; 0 if that is unknown, and the sequence is not pruned (`core.pruning`).
+    identifies the weights that made the KV; nothing loads adapters yet. A larger `priority` runs
+    first. The first `num_history_tokens` precede the last user turn; 0 if that is unknown, and the
+    sequence is not pruned. With `weighted_seconds`, it awaits the turn of its `cache_salt`.
     """
 
     key: Annotated[RequestKey, an.Flat()]
@@ -206,6 +206,7 @@ class Request:
     adapter: Annotated[bytes, an.NotSent()] = b""
     priority: Annotated[int, Between(-an.MAX_PRIORITY, an.MAX_PRIORITY)] = 0
     num_history_tokens: Annotated[int, Between(0, an.MAX_TOKENS)] = 0
+    weighted_seconds: Annotated[float, Between(0.0, an.MAX_WEIGHTED_SECONDS)] = 0.0
 
     @property
     def num_delivered_tokens(self) -> int:
@@ -321,7 +322,6 @@ PLACE_BYTES = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 KIVI_GROUP = 32
 """Tokens of a block in 4 bits (KIVI, arXiv 2402.02750)."""
-
 SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # after the elements of a row of KV
 
 

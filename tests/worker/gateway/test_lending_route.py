@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker.gateway.candidates import IMAGE, TEXT, D, E, P, decode, encoder, names, pod, prefill
 
-from vlm_worker.abilities import NO_MINIMUM, UNCONSTRAINED, UNSCORED
+from vlm_worker.abilities import NO_EMBEDDINGS, NO_MINIMUM, UNCONSTRAINED, UNSCORED
 from vlm_worker.route import (
     LENDING_MARGIN_SECONDS,
     Candidate,
@@ -21,7 +21,7 @@ from vlm_worker.route import (
     choose,
     missing_stages,
 )
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 
 def lender(
@@ -282,3 +282,12 @@ def test_a_stage_without_any_pod_lacks_a_pod_and_no_ability(asks: str) -> None:
     assert choose([encoder()], one_token) == choose([encoder()], plain)
     differs = prefill(**able, layout_fingerprint=b"another")
     assert choose([differs, *pods], demand) == choose([differs, *pods], TEXT)
+
+
+def test_embeddings_without_any_encoder_lack_an_encoder_and_no_ability() -> None:
+    layout = EmbedLayout("r", 8, 1, "bfloat16")
+    demand = dataclasses.replace(IMAGE, embed_layout=layout, constrained=True)
+    able = {"grammars": True}
+    pods = [prefill(**able), decode(**able)]
+    assert choose(pods, demand) == choose(pods, IMAGE)
+    assert choose([encoder(), *pods], demand) == NoRoute(E, NO_EMBEDDINGS)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from worker.gateway.stack import COLOCATED, P_D, Stack, stack
+from worker.gateway.image_files import ask, png
+from worker.gateway.stack import COLOCATED, EPD, P_D, Stack, stack
 from worker.gateway.test_front_door import TEXT, api
 
-from vlm_worker.gateway.waiters import Waiters
+from vlm_worker.core.fair_order import FairOrder
+from vlm_worker.gateway.waiters import Place, Waiters
 
 NAMES = ("requests", "tokens")
 
@@ -188,15 +191,15 @@ async def test_requests_wait_as_their_tenants_if_one_has_a_weight(
     tmp_path: Path, keys: Path, weight: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[tuple[str, bool]] = []
-    wait_until = Waiters.wait_until
+    place = Waiters.place
 
-    async def noted(self: Waiters, *args: Any, **options: Any) -> bool:
+    def noted(self: Waiters, **options: Any) -> AbstractContextManager[Place]:
         waits.append((options.get("tenant", ""), options.get("seconds", 0.0) > 0))
-        return await wait_until(self, *args, **options)
+        return place(self, **options)
 
     config = settings(tmp_path, wake_timeout_seconds=0.2, tenants={"bob": {"weight": weight}})
     async with stack(config=config, api_keys_dir=keys) as served:
-        monkeypatch.setattr(Waiters, "wait_until", noted)
+        monkeypatch.setattr(Waiters, "place", noted)
         assert (await post(served)).status_code == 503
         assert (await post(served, "bob")).status_code == 503
         context = served.gateway.context
@@ -204,3 +207,32 @@ async def test_requests_wait_as_their_tenants_if_one_has_a_weight(
         assert context.registry.waiters.weight_of("alice") == 1
     expected = {("alice", True), ("bob", True)} if weight else {("", False)}
     assert set(waits) == expected
+
+
+@pytest.mark.parametrize("weight", [None, 4])
+async def test_pods_know_the_weighted_work_of_a_tenant(
+    tmp_path: Path, keys: Path, weight: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each image and each prompt takes a turn in its queue, as one of its tenant."""
+    starts: list[tuple[bytes, float]] = []
+    start = FairOrder.start
+
+    def noted(self: FairOrder, flow: bytes, weighted_seconds: float) -> float:
+        starts.append((flow, weighted_seconds))
+        return start(self, flow, weighted_seconds)
+
+    config = settings(tmp_path, tenants={"bob": {"weight": weight}})
+    async with stack(*EPD, config=config, api_keys_dir=keys) as served:
+        monkeypatch.setattr(FairOrder, "start", noted)
+        for tenant in ("alice", "bob"):
+            assert (
+                await post(served, tenant, messages=[ask("What is this?", png())])
+            ).status_code == 200
+    flows = {flow for flow, _ in starts}
+    assert len(flows) == 2
+    of_flow = [sum(seconds for one, seconds in starts if one == flow) for flow in flows]
+    if weight is None:
+        assert of_flow == [0.0, 0.0]
+    else:
+        assert min(of_flow) > 0
+        assert max(of_flow) > 2 * min(of_flow)

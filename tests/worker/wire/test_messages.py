@@ -76,6 +76,7 @@ def requests(draw: st.DrawFn) -> Request:
         items=tuple(items),
         cache_salt=draw(st.sampled_from([b"", b"s" * 32])),
         priority=draw(st.integers(-1000, 1000)),
+        weighted_seconds=draw(st.sampled_from([0.0, 0.125, 1e9])),
     )
 
 
@@ -112,6 +113,7 @@ def test_an_encode_call_survives() -> None:
         skip_corrupt=True,
         priority=-3,
         pins_session=True,
+        weighted_seconds=2.5,
     )
     message = pb.EncodeBegin.FromString(messages.ENCODE_CALL.encode(call).SerializeToString())
     assert messages.ENCODE_CALL.decode(message) == call

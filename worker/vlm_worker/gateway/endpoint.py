@@ -106,7 +106,7 @@ class Endpoint:
         response = Response(send)
         response.headers = lambda: exchange.charge.headers(now=self._context.clock())
         REQUEST_ID.set(exchange.request_id)
-        self._context.enter()
+        self._context.enter(needs_workers=self.needs_workers)
         try:
             exchange.charge.start(now=self._context.clock())
             await self._exchange(exchange, scope, receive, response)
@@ -232,7 +232,8 @@ class Endpoint:
         self, receive: Receive, trace: Trace, until: float | None
     ) -> tuple[Awaitable[Exception], ...]:
         """What ends a request early; `until` is its deadline on the gateway's clock."""
-        return until_disconnect(receive), drain_deadline(self._context), deadline(trace, until)
+        ends = until_disconnect(receive), drain_deadline(self._context)
+        return ends if until is None else (*ends, deadline(trace, until))
 
     async def _prepare(
         self, body: BodyBytes, exchange: Exchange, trace: Trace, guard: Guard
@@ -440,12 +441,9 @@ async def drain_deadline(context: GatewayContext) -> Exception:
     return errors.unavailable("This gateway is shutting down and its time to drain is over.")
 
 
-async def deadline(trace: Trace, until: float | None) -> Exception:
+async def deadline(trace: Trace, until: float) -> Exception:
     """Wait for the client's deadline, a time on the trace's clock; return the error."""
-    if until is None:
-        await asyncio.get_running_loop().create_future()
-    else:
-        await asyncio.sleep(until - trace.clock())
+    await asyncio.sleep(until - trace.clock())
     if (waited := trace.waking_seconds) is not None:
         return errors.waking(waited_seconds=waited)
     return errors.request_deadline()

@@ -5,18 +5,18 @@ The server applies backpressure. A client that reads too slowly counts as discon
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from vlm_worker.gateway.api.errors import ApiError
+from vlm_worker.gateway.request_guard import within
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 Json = bytes | bytearray
 encode = msgspec.json.Encoder().encode
@@ -103,8 +103,7 @@ class Response:
             ClientGoneError: the client disconnected or read nothing for `SLOW_READER_SECONDS`.
         """
         try:
-            async with asyncio.timeout(SLOW_READER_SECONDS):
-                await self._send(message)
+            await within(SLOW_READER_SECONDS, self._send(message))
         except TimeoutError:
             raise ClientGoneError("the client reads nothing") from None
         except OSError as error:

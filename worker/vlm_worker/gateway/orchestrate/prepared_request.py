@@ -15,6 +15,7 @@ from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.route import Demand
 from vlm_worker.types import (
+    EmbedLayout,
     ImageItem,
     PromptLogprobs,
     Request,
@@ -50,6 +51,7 @@ class PreparedRequest:
         echo: what its answers have of the prompt.
         tenant, work_seconds: whose turn it needs where requests wait for a pod, and the estimate of
             its work; "" and 0 if requests wait in order of arrival.
+        weighted_seconds: the work by the tenant's weight, for its turn in the queues of pods.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -73,6 +75,12 @@ class PreparedRequest:
     echo: Echo = NO_ECHO
     tenant: str = ""
     work_seconds: float = 0.0
+    weighted_seconds: float = 0.0
+
+    @property
+    def embed_layout(self) -> EmbedLayout | None:
+        """The layout of its embeddings in place of images, which is one; None without any."""
+        return next((image.layout for image in self.images if image.layout is not None), None)
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
@@ -92,6 +100,7 @@ class PreparedRequest:
             constrained=bool(self.sampling.grammar),
             has_minimum=self.sampling.min_tokens > num_delivered,
             is_scored=self.sampling.num_prompt_logprobs is not None and not num_delivered,
+            embed_layout=self.embed_layout,
             inline=self.inline,
             num_image_tokens=sum(dict(images).values()),
             cached_images=caches.images(images),
@@ -212,6 +221,7 @@ def build_request(
         ),
         cache_salt=prepared.cache_salt,
         priority=prepared.priority,
+        weighted_seconds=prepared.weighted_seconds,
         num_history_tokens=prompt.num_history_tokens,
     )
     return request, kept
