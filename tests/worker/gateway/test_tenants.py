@@ -107,6 +107,26 @@ async def test_tokens_of_prompts_and_answers_are_counted(tmp_path: Path, keys: P
         await until_none_runs(served)
 
 
+async def test_a_completion_of_no_tokens_is_charged_its_prompt_alone(
+    tmp_path: Path, keys: Path
+) -> None:
+    config = settings(tmp_path, tenants={"*": {"tokens_per_minute": 100_000}})
+    body = {"model": "shapes", "prompt": ["a red circle", "two"], "n": 2, "temperature": 1}
+    async with stack(*COLOCATED, config=config, api_keys_dir=keys) as served:
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(
+                f"{served.url}/v1/completions",
+                json={**body, "echo": True, "max_tokens": 0},
+                headers={"authorization": "Bearer alice-key"},
+            )
+        usage = answer.json()["usage"]
+        await until_none_runs(served)
+        account = served.gateway.context.rate_limits.accounts["alice"]
+        assert account.num_prompt_tokens == usage["prompt_tokens"] > 0
+        assert account.num_output_tokens == usage["completion_tokens"] == 0
+        assert served.gateway.context.meters.num_output_tokens == 0
+
+
 async def test_a_tenant_in_debt_waits_until_its_tokens_are_refilled(
     tmp_path: Path, keys: Path
 ) -> None:
