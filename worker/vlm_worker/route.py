@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from vlm_worker import abilities
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 # If the home has this much more to do, the least loaded pod is chosen instead. A pod that holds a
 # share of the request may have this share of it more to do.
@@ -52,7 +52,7 @@ class Candidate:
         num_images: images that an encoder which lends has to encode.
         work_queued_seconds: of an encoder that lends, that of images alone.
         lent_queued_seconds: the queued work of its lent requests.
-        grammars, min_tokens, prompt_logprobs: what it does of `abilities`.
+        grammars, min_tokens, prompt_logprobs, embed_layout: what it does of `abilities`.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Candidate:
     grammars: bool = False
     min_tokens: bool = False
     prompt_logprobs: bool = False
+    embed_layout: EmbedLayout | None = None
 
     @property
     def lends(self) -> bool:
@@ -109,7 +110,7 @@ class Demand:
         image_digest: of the images' bytes; empty without images.
         prefix_digest: of the prompt's beginning.
         needs_decode: more than one token may follow.
-        constrained, has_minimum, is_scored: what an older pod would ignore (`abilities`).
+        constrained, has_minimum, is_scored, embed_layout: what an older pod ignores (`abilities`).
         inline: if no encoder pod exists, the pod that computes the prompt may encode images.
         num_image_tokens: visual tokens of its images, each image once.
         cached_images: of these, those that a pod is known to hold, by boot id.
@@ -123,6 +124,7 @@ class Demand:
     constrained: bool = False
     has_minimum: bool = False
     is_scored: bool = False
+    embed_layout: EmbedLayout | None = None
     inline: bool = True
     num_image_tokens: int = 0
     cached_images: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
@@ -192,6 +194,8 @@ def choose(
     """
     usable = _Usable(_able(candidates, demand), failed)
     route = _among_pools(usable, demand)
+    if isinstance(route, NoRoute):
+        route = dataclasses.replace(route, reason=_told(route, candidates, usable, demand))
     lender = _lender(usable, demand)
     if lender is None:
         return route
@@ -231,16 +235,20 @@ def another_decode(
 def _able(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, ...]:
     """The ready pods, with the stages that they have for this request.
 
-    A pod that would ignore a sampling parameter of the request, as an older one, only encodes.
+    A pod that would ignore a sampling parameter of the request, as an older one, only encodes. One
+    that would read an embedding as a file does not encode.
     """
     ready = tuple(c for c in candidates if c.ready)
     if not abilities.asks(demand):
         return ready
-    encoder = frozenset({Stage.ENCODER})
-    return tuple(
-        c if abilities.obeys(c, demand) else dataclasses.replace(c, stages=c.stages & encoder)
-        for c in ready
-    )
+    return tuple(dataclasses.replace(c, stages=abilities.able_stages(c, demand)) for c in ready)
+
+
+def _told(none: NoRoute, candidates: Sequence[Candidate], usable: _Usable, demand: Demand) -> str:
+    """The reason of a missing stage, or that all pods of it would ignore a part of the request."""
+    has_pods = any(c.ready and c.serves(none.stage) for c in candidates)
+    is_ignored = has_pods and not any(c.serves(none.stage) for c in usable.pods)
+    return abilities.reason_of(demand, none.stage, none.reason) if is_ignored else none.reason
 
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
@@ -368,8 +376,7 @@ def _rest_of_route(usable: _Usable, demand: Demand, decode: Choice | None) -> Ro
 def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.DECODE)
     if not pods:
-        reason = abilities.reason_of(demand, "no decode pod is ready")
-        return NoRoute(Stage.DECODE, reason)
+        return NoRoute(Stage.DECODE, "no decode pod is ready")
     large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
     if not large:
         largest = max(c.kv_capacity_tokens for c in pods)
@@ -404,8 +411,7 @@ def _prefills_where_it_decodes(usable: _Usable) -> bool:
 def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.PREFILL)
     if not pods:
-        plain = "no prefill pod is ready that agrees with the decode pod"
-        return NoRoute(Stage.PREFILL, abilities.UNSCORED if demand.is_scored else plain)
+        return NoRoute(Stage.PREFILL, "no prefill pod is ready that agrees with the decode pod")
     if pods[0].role is not Role.PREFILL and decode and Stage.PREFILL in decode.pod.stages:
         return dataclasses.replace(decode, reason="no prefill pool: where it decodes")
     return _at_home(pods, _cached_prefix(demand), last_resort)

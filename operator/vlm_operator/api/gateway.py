@@ -153,7 +153,7 @@ class TenantLimits(Model):
     )
     weight: int | None = field(
         None,
-        "Share of the turns of requests that wait for a pod; without any, they wait in order.",
+        "Share of the turns of waiting requests; without any, they wait in order.",
         example=2,
         unset="that of *, else 1",
         ge=1,

@@ -15,6 +15,7 @@ from worker.gateway.test_front_door import TEXT
 from worker.gateway.test_front_door import keys as keys
 
 SECRET = "hunter2-Zq9"
+ORIGIN = "https://app.example.com"
 STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 FIELDS = {
     "request_id", "tenant", "method", "endpoint", "model", "status", "outcome", "code",
@@ -25,7 +26,8 @@ FIELDS = {
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "gateway.json"
-    path.write_text(json.dumps({"access_log": True}))
+    cors = {"allowed_origins": [ORIGIN]}
+    path.write_text(json.dumps({"access_log": True, "cors": cors}))
     return path
 
 
@@ -99,17 +101,25 @@ async def test_no_line_contains_text_of_a_client(
     ]  # fmt: skip
     assert SECRET not in json.dumps(found)
     assert [line["endpoint"] for line in found][6:9] == ["", "/v1/models/{model_id}", "/v1/models"]
-    assert [line["code"] for line in found][1:3] == ["unknown_parameter", "model_not_found"]
+    codes = [(answer.json().get("error") or {}).get("code", "") for answer in answers]
+    assert [line["code"] for line in found] == codes
+    assert codes == [
+        "", "unknown_parameter", "model_not_found", "unsupported_media_type", "",
+        "invalid_api_key", "unknown_path", "model_not_found", "", "method_not_allowed", "",
+    ]  # fmt: skip
     assert [line["tenant"] for line in found] == ["alice"] * 5 + [""] + ["alice"] * 5
 
 
-async def test_probes_write_no_line(
+async def test_probes_and_preflights_write_no_line(
     config: Path, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     async with stack(*P_D, config=config, api_keys_dir=keys) as served:
         for path in ("/healthz", "/readyz", "/health"):
             assert (await ask(served, "GET", path)).status_code == 200
+        headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
+        preflight = await ask(served, "OPTIONS", "/v1/completions", headers=headers)
+        assert preflight.headers["access-control-allow-origin"] == ORIGIN
     assert lines(caplog) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -304,6 +305,51 @@ async def test_without_the_flag_the_error_names_it() -> None:
             assert (error["code"], error["param"]) == ("unsupported_parameter", PATH)
             assert "--client-embeddings" in error["message"]
             assert "gateway.clientEmbeddings" in error["message"]
+
+
+def announce(served: Stack, layout: EmbedLayout | None) -> None:
+    """Let the Hello of each pod with the stage encoder have this layout."""
+    for peer in served.gateway.context.registry.peers.values():
+        assert peer.hello is not None
+        if E in peer.hello.stages:
+            peer.hello = dataclasses.replace(peer.hello, embed_layout=layout)
+
+
+@pytest.mark.parametrize("topology", ["E-PD", "P-D"])
+async def test_an_encoder_of_an_older_release_gets_no_embedding_after_the_check(
+    tmp_path: Path, topology: str
+) -> None:
+    """It would read the rows as a file, and skip them."""
+    config = tmp_path / "gateway.json"
+    config.write_text(json.dumps({"limits": {"on_corrupt": "Skip"}}))
+    async with stack_of(topology, client_embeddings=True, config=config) as served:
+        context = served.gateway.context
+        layout = encoder(served).components.context.embed_layout
+        context.preparer = dataclasses.replace(context.preparer, embed_layout=lambda: layout)
+        announce(served, None)
+        body = body_of(part(file_of(bytes(NUM_TOKENS * layout.row_bytes), layout)))
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as api:
+            answer = await api.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 503
+            assert "takes embeddings in place of images" in answer.json()["error"]["message"]
+            announce(served, dataclasses.replace(layout, model_revision="newer"))
+            answer = await api.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["prompt_tokens"] > NUM_TOKENS
+        await served.until_idle()
+
+
+async def test_an_embedding_that_an_encoder_refuses_is_never_skipped(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.json"
+    config.write_text(json.dumps({"limits": {"on_corrupt": "Skip"}}))
+    async with stack_of("E-PD", client_embeddings=True, config=config) as served:
+        assert encoder(served).components.context.embed_layout != LAYOUT
+        announce(served, LAYOUT)
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as api:
+            answer = await api.post("/v1/chat/completions", json=body_of(part(file_of())))
+        await served.until_idle()
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == PATH
 
 
 async def test_without_a_worker_the_layout_is_not_known() -> None:

@@ -180,6 +180,52 @@ def test_a_changed_limit_applies_to_the_next_request() -> None:
     assert rates.accounts["a"].requests is None
 
 
+def test_an_older_request_leaves_the_debt_of_its_tenant() -> None:
+    rates = RateLimits()
+    plain = TenantLimits(requests_per_minute=60)
+    limited = TenantLimits(requests_per_minute=60, tokens_per_minute=600)
+    older = started(rates, plain, now=0.0)
+    newer = started(rates, limited, now=0.0)
+    newer.prompt(600, now=0.0)
+    newer.output(1000)
+    with pytest.raises(RateLimitError) as refused:
+        older.prompt(10, now=1.0)
+    assert refused.value.retry_after_seconds == pytest.approx(100.0)
+    assert older.headers(now=1.0)["x-ratelimit-remaining-tokens"] == "0"
+    newer.prompt(10, now=101.0)
+
+
+@given(st.permutations(range(4)))
+def test_old_requests_and_new_ones_leave_the_same_level(order: list[int]) -> None:
+    """Whichever limits and however many gateways there were when a request came."""
+    rates = RateLimits()
+    rates.num_gateways = 4
+    charges = [started(rates, TenantLimits(tokens_per_minute=40), now=0.0)]
+    charges.append(started(rates, TenantLimits(requests_per_minute=9), now=0.0))
+    rates.num_gateways = 1
+    limits = TenantLimits(tokens_per_minute=600)
+    charges += [started(rates, limits, now=0.0) for _ in range(2)]
+    for index in order:
+        charges[index].prompt(100, now=0.0)
+        charges[index].output(20)
+    account = rates.accounts["a"]
+    assert account.tokens is not None
+    assert account.tokens.level == 600 - 4 * 120
+    rates.num_gateways = 2
+    assert charges[0].headers(now=0.0)["x-ratelimit-limit-tokens"] == "300"
+
+
+def test_a_limit_that_comes_back_has_a_full_bucket() -> None:
+    rates, limits = RateLimits(), TenantLimits(tokens_per_minute=60)
+    older = started(rates, limits, now=0.0)
+    older.output(1000)
+    for without in (TenantLimits(weight=1), None):
+        rates.charge("a", without).start(now=0.0)
+        older.output(1)
+        assert rates.accounts["a"].tokens is None
+        started(rates, limits, now=0.0).prompt(60, now=0.0)
+
+
 def test_without_an_entry_a_tenant_has_neither_account_nor_headers() -> None:
     rates = RateLimits()
     charge = rates.charge("a", None)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from worker.gateway.stack import COLOCATED, P_D, Stack, stack
+from worker.gateway.image_files import ask, png
+from worker.gateway.stack import COLOCATED, EPD, P_D, Stack, stack
 from worker.gateway.test_front_door import TEXT, api
 
-from vlm_worker.gateway.waiters import Waiters
+from vlm_worker.core.fair_order import FairOrder, Rank
+from vlm_worker.gateway.waiters import Place, Waiters
 
 NAMES = ("requests", "tokens")
 
@@ -104,6 +107,26 @@ async def test_tokens_of_prompts_and_answers_are_counted(tmp_path: Path, keys: P
         await until_none_runs(served)
 
 
+async def test_a_completion_of_no_tokens_is_charged_its_prompt_alone(
+    tmp_path: Path, keys: Path
+) -> None:
+    config = settings(tmp_path, tenants={"*": {"tokens_per_minute": 100_000}})
+    body = {"model": "shapes", "prompt": ["a red circle", "two"], "n": 2, "temperature": 1}
+    async with stack(*COLOCATED, config=config, api_keys_dir=keys) as served:
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(
+                f"{served.url}/v1/completions",
+                json={**body, "echo": True, "max_tokens": 0},
+                headers={"authorization": "Bearer alice-key"},
+            )
+        usage = answer.json()["usage"]
+        await until_none_runs(served)
+        account = served.gateway.context.rate_limits.accounts["alice"]
+        assert account.num_prompt_tokens == usage["prompt_tokens"] > 0
+        assert account.num_output_tokens == usage["completion_tokens"] == 0
+        assert served.gateway.context.meters.num_output_tokens == 0
+
+
 async def test_a_tenant_in_debt_waits_until_its_tokens_are_refilled(
     tmp_path: Path, keys: Path
 ) -> None:
@@ -168,15 +191,15 @@ async def test_requests_wait_as_their_tenants_if_one_has_a_weight(
     tmp_path: Path, keys: Path, weight: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[tuple[str, bool]] = []
-    wait_until = Waiters.wait_until
+    place = Waiters.place
 
-    async def noted(self: Waiters, *args: Any, **options: Any) -> bool:
+    def noted(self: Waiters, **options: Any) -> AbstractContextManager[Place]:
         waits.append((options.get("tenant", ""), options.get("seconds", 0.0) > 0))
-        return await wait_until(self, *args, **options)
+        return place(self, **options)
 
     config = settings(tmp_path, wake_timeout_seconds=0.2, tenants={"bob": {"weight": weight}})
     async with stack(config=config, api_keys_dir=keys) as served:
-        monkeypatch.setattr(Waiters, "wait_until", noted)
+        monkeypatch.setattr(Waiters, "place", noted)
         assert (await post(served)).status_code == 503
         assert (await post(served, "bob")).status_code == 503
         context = served.gateway.context
@@ -184,3 +207,34 @@ async def test_requests_wait_as_their_tenants_if_one_has_a_weight(
         assert context.registry.waiters.weight_of("alice") == 1
     expected = {("alice", True), ("bob", True)} if weight else {("", False)}
     assert set(waits) == expected
+
+
+@pytest.mark.parametrize("weight", [None, 4])
+async def test_pods_know_the_weighted_work_of_a_tenant(
+    tmp_path: Path, keys: Path, weight: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each image and each prompt takes a turn in its queue, as one of its tenant."""
+    ranks: list[Rank] = []
+    admitted = FairOrder.admitted
+
+    def noted(self: FairOrder, rank: Rank) -> float:
+        ranks.append(rank)
+        return admitted(self, rank)
+
+    config = settings(tmp_path, tenants={"bob": {"weight": weight}})
+    async with stack(*EPD, config=config, api_keys_dir=keys) as served:
+        monkeypatch.setattr(FairOrder, "admitted", noted)
+        for tenant in ("alice", "bob"):
+            assert (
+                await post(served, tenant, messages=[ask("What is this?", png())])
+            ).status_code == 200
+    tenants = {rank.tenant for rank in ranks}
+    assert len(tenants) == 2
+    seconds = [
+        sum(rank.weighted_seconds for rank in ranks if rank.tenant == one) for one in tenants
+    ]
+    if weight is None:
+        assert seconds == [0.0, 0.0]
+    else:
+        assert min(seconds) > 0
+        assert max(seconds) > 2 * min(seconds)

@@ -88,11 +88,15 @@ class AdmissionController:
     def match(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest prefix hit within `Sequence.max_cached_tokens`.
 
-        Answer tokens of a pruned sequence have other KV than those that are published.
+        Answer tokens of a pruned sequence have other KV than those that are published. A sequence
+        that needs its own blocks shares none, so that its pruning needs no further block.
         """
         pool = self._pool
         most = pool.kinds.of(sequence).num_full(sequence.max_cached_tokens)
-        return pool.match(sequence.hashes[:most])
+        blocks = pool.match(sequence.hashes[:most])
+        if sequence.needs_own_blocks:
+            return list(itertools.takewhile(lambda block: not pool.is_used(block), blocks))
+        return blocks
 
     def admit_ready(self, *, to_prune: bool) -> None:
         """Give rows to the sequences with complete KV; those that await pruning if `to_prune`.
@@ -102,6 +106,8 @@ class AdmissionController:
         able = (sequence for sequence in self.ready if to_prune or not sequence.awaits_pruning)
         for sequence in list(itertools.islice(able, self._num_places)):
             del self.ready[sequence]
+            if sequence.virtual_start < 0:
+                sequence.virtual_start = self.waiting.fair_order.virtual_time
             self._batch.add(sequence)
 
     def can_request_embeddings(self, sequence: Sequence) -> bool:

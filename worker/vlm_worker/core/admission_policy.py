@@ -1,4 +1,4 @@
-"""Admission order: priority, age, the quotas of two lanes, and the queue that follows them. Pure.
+"""Admission order: priority, turns, age, two lanes' quotas, and the queue that follows them. Pure.
 
     lanes       candidates: one `WaitingQueue` under `fcfs`, text and vision under `dual_queue`
     reserved    candidates of both lanes with reserved blocks, the oldest first
@@ -16,7 +16,8 @@ is backed up if more than twice its bound wait:
     neither                    both up to half; the lane goes first that did not go first last time
 
 Under every policy, a sequence that arrived `ageing_seconds` ago is aged. Aged sequences go first,
-the oldest before the others, with the top priority of the batch: no sequence starves.
+the oldest before the others, with the top priority of the batch: no sequence starves. If tenants
+take turns (`fair_order`), the sequence whose turn it is goes first once it has aged.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import operator
 from collections.abc import Mapping
 from typing import Final, Self
 
+from vlm_worker.core.fair_order import FairOrder
 from vlm_worker.core.sequence import Lane, Sequence
 from vlm_worker.core.waiting_queue import LazyHeap, WaitingQueue
 from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
@@ -43,9 +45,9 @@ _arrival = operator.attrgetter("arrival")
 class AdmissionReason(enum.StrEnum):
     """Why a sequence was admitted next.
 
-    ORDER: by priority and arrival (`fcfs`). AGED: it waited for `ageing_seconds`. BACKLOG: its lane
-    was backed up. FILLING: the backed-up lane left capacity. BALANCED: no lane was backed up.
-    RESERVED: its blocks are reserved, and no sequence before it could be admitted.
+    ORDER: by priority, turn and arrival (`fcfs`). AGED: it waited for `ageing_seconds`. BACKLOG:
+    its lane was backed up. FILLING: the backed-up lane left capacity. BALANCED: no lane was backed
+    up. RESERVED: its blocks are reserved, and no sequence before it could be admitted.
     """
 
     ORDER = "order"
@@ -65,9 +67,14 @@ class LaneQuota:
     reason: AdmissionReason
 
 
-def preemption_order(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of running sequences: the largest is preempted first."""
-    return -max(sequence.priority, sequence.aged_priority), sequence.arrival
+def preemption_order(sequence: Sequence) -> tuple[int, float, int]:
+    """Sort key of running sequences: the largest is preempted first.
+
+    The turn of a tenant goes before arrival: else the older sequences of a flood would preempt the
+    one that was admitted before them.
+    """
+    priority = max(sequence.priority, sequence.aged_priority)
+    return -priority, sequence.virtual_start, sequence.arrival
 
 
 def lane_bound(settings: AdmissionSettings, lane: Lane) -> int:
@@ -110,13 +117,14 @@ class AdmissionQueue:
         self.num_tokens = 0
         self.num_changes = 0
         self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
-        self._queues: tuple[WaitingQueue[Sequence], ...] = (_queue(settings),)
+        self.fair_order = FairOrder()
+        self._queues: tuple[WaitingQueue[Sequence], ...] = (self._queue(),)
         if settings.policy is AdmissionPolicy.DUAL_QUEUE:
-            self._queues += (_queue(settings),)
+            self._queues += (self._queue(),)
         self._lanes = {lane: self._queues[i % len(self._queues)] for i, lane in enumerate(LANES)}
         self._reserved: LazyHeap[Sequence] = LazyHeap()
         self._awaiting: LazyHeap[Sequence] = LazyHeap()
-        self._blocked = _queue(settings)
+        self._blocked = self._queue()
         self._count = dict.fromkeys(LANES, 0)
         self._last_first = Lane.VISION
 
@@ -138,12 +146,14 @@ class AdmissionQueue:
         self._count[sequence.lane] += 1
         self.num_tokens += sequence.num_tokens
         sequence.on_unblock = self._unblocked
+        self.fair_order.arrived(sequence.rank.flow)
         self._put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; not within a round."""
         self._out(sequence)
         self._forget(sequence)
+        self.fair_order.left(sequence.rank.flow)
 
     @property
     def num_blocked(self) -> int:
@@ -181,6 +191,16 @@ class AdmissionQueue:
         self._count[sequence.lane] -= 1
         self.num_tokens -= sequence.num_tokens
         sequence.on_unblock = None
+
+    def _charge(self, sequence: Sequence) -> None:
+        """Charge an admitted sequence to its tenant; once, however often it is preempted."""
+        if sequence.virtual_start < 0:
+            sequence.virtual_start = self.fair_order.admitted(sequence.rank)
+        else:
+            self.fair_order.left(sequence.rank.flow)
+
+    def _queue(self) -> WaitingQueue[Sequence]:
+        return WaitingQueue(self.fair_order, ageing_seconds=self.settings.ageing_seconds)
 
     def _unblocked(self, sequence: Sequence) -> None:
         self.num_changes += 1
@@ -226,6 +246,7 @@ class AdmissionRound:
         self._seen.pop()
         self._admitted[sequence.lane] += 1
         self._waiting._forget(sequence)
+        self._waiting._charge(sequence)
         self._waiting.num_admitted[self._reason] += 1
         if self._reason in {quota.reason for quota in self._quotas}:
             self._waiting._last_first = self._quotas[0].lane
@@ -262,7 +283,3 @@ class AdmissionRound:
 
     def _has_quota(self, lane: Lane, bound: int) -> bool:
         return self._admitted[lane] < bound
-
-
-def _queue(settings: AdmissionSettings) -> WaitingQueue[Sequence]:
-    return WaitingQueue(ageing_seconds=settings.ageing_seconds)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from vlm_worker.core.block_kinds import BlockShape
+from vlm_worker.core.fair_order import Rank
 from vlm_worker.core.grammars import Matcher
 from vlm_worker.types import ImageItem, Request
 
@@ -65,6 +66,8 @@ class Sequence:
         kept_permille: the share of its history's text that keeps its KV after the prompt; 0 if it
             is not pruned (`pruning`).
         num_dropped: tokens whose KV was dropped; the slot of a later token is its index less them.
+        needs_own_blocks: it was preempted because it could not copy the blocks that it shared; from
+            then on it hits no block that another sequence uses.
         block_shape: the tokens of each of its blocks; `BlockKinds.of` computes it.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
@@ -72,6 +75,8 @@ class Sequence:
         pending_blocks: blocks that a peer has not read (`PendingKVTransfers`).
         embeddings: per item, its encoder output if it is here, or None.
         aged_priority: the top running priority when it was admitted by age; used for preemption.
+        virtual_start: the start of its flow (`fair_order`) when it was first admitted, which it
+            keeps when it is preempted; negative before.
         num_bypassed: sequences admitted before it because it lacked blocks or budget.
         is_blocked: it waits for an embedding, or for permission to request one; it is not examined
             until `unblock`.
@@ -96,6 +101,7 @@ class Sequence:
     num_cached_tokens: int = 0
     kept_permille: int = 0
     num_dropped: int = 0
+    needs_own_blocks: bool = False
     blocks: list[int] = dataclasses.field(default_factory=list)
     block_shape: BlockShape | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
@@ -104,6 +110,7 @@ class Sequence:
     pending_blocks: int = 0
     embeddings: list[Any] = dataclasses.field(default_factory=list)
     aged_priority: int = MIN_PRIORITY
+    virtual_start: float = -1.0
     num_bypassed: int = 0
     is_blocked: bool = False
     on_unblock: Callable[[Sequence], None] | None = None
@@ -119,6 +126,12 @@ class Sequence:
     def priority(self) -> int:
         """A larger priority goes first."""
         return self.request.priority
+
+    @property
+    def rank(self) -> Rank:
+        """What orders it among waiting sequences."""
+        request = self.request
+        return Rank(request.priority, request.cache_salt, request.weighted_seconds)
 
     @property
     def is_blocked_on_encoder(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
+from vlm_worker.core.fair_order import FIRST_COME, Rank
 from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, EngineContext, ResourceKind, Totals
@@ -49,7 +50,7 @@ class EncodeCall:
     attempt: Attempt
     stream: EventStream[EncodeEvent]
     pending: set[int]
-    priority: int
+    rank: Rank
     events: EventBuffer
     kind = ResourceKind.ENCODE_CALL
     num_bytes = 0
@@ -185,7 +186,7 @@ class EncodeRequests:
         images: tuple[PreparedImage, ...],
         stream: EventStream[EncodeEvent],
         *,
-        priority: int = 0,
+        rank: Rank = FIRST_COME,
         pins_session: bool = False,
     ) -> None:
         if not images:
@@ -200,7 +201,7 @@ class EncodeRequests:
             self._events.end(stream)
             return
         attempt = self._attempts.open(key)
-        call = EncodeCall(attempt, stream, set(items), priority, self._events)
+        call = EncodeCall(attempt, stream, set(items), rank, self._events)
         attempt.acquire(call)
         for item, image in enumerate(images):
             self._begin(call, item, image)
@@ -354,7 +355,7 @@ class EncodeRequests:
         owner = (attempt.key, item)
         is_new = bool(image.rows.nbytes) and self.find(image) is None
         try:
-            entry = self._entry(image, owner, attempt.key, priority=call.priority)
+            entry = self._entry(image, owner, attempt.key, rank=call.rank)
         except EngineError as error:
             self._failed(call, item, error)
             return
@@ -368,22 +369,22 @@ class EncodeRequests:
         entry.waiters.append(lambda error: self._item_filled(call, item, entry, now, error))
 
     def _entry(
-        self, image: PreparedImage, owner: Hashable, key: RequestKey, *, priority: int
+        self, image: PreparedImage, owner: Hashable, key: RequestKey, *, rank: Rank
     ) -> Entry:
         """The entry of an image, cached, in flight or queued now; pinned for `owner`."""
         image_key, num_tokens, now = image.kept_key, image.kept_tokens, self._clock()
         cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
         if cached is not None:
             if not image.is_reduced_after and not image.rows.nbytes:
-                self.reads.join(cached, self.reads.encoding(cached, image, key, priority))
+                self.reads.join(cached, self.reads.encoding(cached, image, key, rank))
             return cached
         if image.rows.nbytes:
             return self._given(image, owner)
         if image.is_reduced_after:
             reduced = self._reduced.from_cache(image, owner)
-            return reduced or self._reduced.encode(image, owner, key, priority=priority)
+            return reduced or self._reduced.encode(image, owner, key, rank=rank)
         entry = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False, now=now)
-        self.reads.fill(entry, self.reads.encoding(entry, image, key, priority))
+        self.reads.fill(entry, self.reads.encoding(entry, image, key, rank))
         return entry
 
     def _given(self, image: PreparedImage, owner: Hashable) -> Entry:

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
+from vlm_worker.core.fair_order import FairOrder, Rank
 from vlm_worker.core.step_time import StepTimeModel
 from vlm_worker.core.waiting_queue import WaitingQueue
 from vlm_worker.engine.attempts import EngineContext
@@ -38,9 +39,17 @@ class EncodeTask:
     entry: Entry
     image: PreparedImage
     key: RequestKey
-    priority: int
+    rank: Rank
     arrival: int
     arrived_at: float
+
+    @property
+    def priority(self) -> int:
+        return self.rank.priority
+
+    @property
+    def virtual_start(self) -> float:
+        return -1.0  # it is admitted once
 
     @property
     def num_patches(self) -> int:
@@ -75,7 +84,10 @@ class EncoderQueue:
         self._context, self._cache = context, cache
         self._runner, self._settings, self._clock = context.runner, context.settings, context.clock
         ageing_seconds = context.settings.admission.ageing_seconds
-        self._queue: WaitingQueue[EncodeTask] = WaitingQueue(ageing_seconds=ageing_seconds)
+        self._fair_order = FairOrder()
+        self._queue: WaitingQueue[EncodeTask] = WaitingQueue(
+            self._fair_order, ageing_seconds=ageing_seconds
+        )
         self._tasks: dict[Entry, EncodeTask] = {}
         self._num_pushed = 0
         self._async_batch: tuple[list[EncodeTask], Future[tuple[list[Any], float]]] | None = None
@@ -103,22 +115,23 @@ class EncoderQueue:
         """Predicted encoder seconds for `num_tokens` visual tokens."""
         return self.work.predict(num_tokens, units_per_step=self._settings.max_encode_tokens)
 
-    def push(self, entry: Entry, image: PreparedImage, key: RequestKey, *, priority: int) -> None:
+    def push(self, entry: Entry, image: PreparedImage, key: RequestKey, *, rank: Rank) -> None:
         """Queue the encoding of an entry, for a request."""
         self._num_pushed += 1
-        self._push(EncodeTask(entry, image, key, priority, self._num_pushed, self._clock()))
+        self._fair_order.arrived(rank.flow)
+        self._push(EncodeTask(entry, image, key, rank, self._num_pushed, self._clock()))
 
     def abandon(self, entry: Entry) -> None:
         """Remove an entry from the queue: no call waits for it."""
         if entry in self._tasks:
-            self._remove(self._tasks[entry])
+            self._leave(self._tasks[entry])
             self._fail(entry, CancelledError("no call waits for this image"))
 
     def drain(self, error: Exception) -> int:
         """Fail all queued images; returns their number."""
         num_failed = len(self)
         while (task := self._queue.oldest) is not None:
-            self._remove(task)
+            self._leave(task)
             self._fail(task.entry, error)
         return num_failed
 
@@ -179,6 +192,7 @@ class EncoderQueue:
                 later.append(task)
                 continue
             batch.append(task)
+            self._fair_order.admitted(task.rank)
             num_tokens += task.image.encoded_tokens
         for task in later:
             self._push(task)
@@ -191,6 +205,11 @@ class EncoderQueue:
         self._queue.push(task)
         self.waiting_tokens += task.image.encoded_tokens
         self.waiting_pixels += num_pixels(task.image)
+
+    def _leave(self, task: EncodeTask) -> None:
+        """Remove a task that is not encoded."""
+        self._remove(task)
+        self._fair_order.left(task.rank.flow)
 
     def _remove(self, task: EncodeTask) -> None:
         del self._tasks[task.entry]

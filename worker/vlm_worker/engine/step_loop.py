@@ -59,7 +59,7 @@ class StepLoop:
         self._sequences = sequences
         self._prompt_embeddings = prompt_embeddings
         self._scheduler = sequences.scheduler
-        self._pruning = KVPruning(context, sequences)
+        self.pruning = KVPruning(context, sequences)
         self._context = context
         self._events, self._clock = context.events, context.clock
         self._scheduler.admission.max_running = self.limit.limit.value
@@ -69,7 +69,7 @@ class StepLoop:
     def turn(self) -> bool:
         """Run one step, if a sequence can run; True if another turn may have work."""
         started = self._clock()
-        has_preempted = self._pruning.run()
+        has_preempted = self.pruning.run()
         schedule = self._scheduler.schedule(now=started)
         for sequence in schedule.admitted:
             self._admitted(sequence, started)

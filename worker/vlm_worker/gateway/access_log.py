@@ -1,5 +1,7 @@
 """Writes one log line per request, without content: who, what, how much and how long.
 
+Probes have none, and neither do preflights of browsers, which are answered before keys are checked.
+
 No field holds text of a client: neither prompts, answers and headers, nor paths and error messages,
 which may quote them. A tenant is the name of a key. `endpoint` is a route of this server.
 """

@@ -16,12 +16,11 @@ A schema of a tool that is not strict is enforced if it can be, so it is no reas
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ChatRequest, Options, check_end
@@ -32,15 +31,12 @@ from vlm_worker.gateway.request_guard import Guard
 from vlm_worker.gateway.responding.enforced import (
     calls_of,
     enforced,
-    num_schema_bytes,
+    is_short,
     schemas_of,
 )
 from vlm_worker.gateway.responding.message import AnswerForm
 
 logger = logging.getLogger(__name__)
-
-LONG_SCHEMA_BYTES: Final = 1024
-"""Schemas whose grammars are written on a thread: they would block the event loop."""
 
 T = TypeVar("T")
 
@@ -73,7 +69,7 @@ class AnswerGrammars:
         """
         options = request.options
         asked = options.sampling.grammar
-        writer = _Writer(request.tools, asked, form, control_ids)
+        writer = _Writer(self, request.tools, asked, form, control_ids)
         parts, calls, grammar = await writer.run(writer.all_parts)
         if grammar is None or grammar is asked:
             return options
@@ -119,8 +115,9 @@ class AnswerGrammars:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes the grammars of one request; those of long schemas on a thread."""
+    """Writes the grammars of one request; long ones on a thread, in turns of tenants."""
 
+    grammars: AnswerGrammars
     use: ToolUse
     asked: Grammar | None
     form: AnswerForm | None
@@ -128,8 +125,10 @@ class _Writer:
 
     async def run(self, write: Callable[[], T]) -> T:
         """Run a method of this object."""
-        is_long = num_schema_bytes(self.use) > LONG_SCHEMA_BYTES
-        return await asyncio.to_thread(write) if is_long else write()
+        if self.form is None or is_short(self.use, self.asked):
+            return write()
+        grammars = self.grammars
+        return await grammars.guard(grammars.checks.write(write, tenant=grammars.tenant))
 
     def all_parts(self) -> tuple[list[Grammar], dict[str, Grammar], Grammar | None]:
         """Return the schemas of strict tools, calls of others by name, and the whole with both.

@@ -104,14 +104,20 @@ class Choices:
         Raises:
             WorkerError, ClientGoneError: the error of the choice that failed first.
         """
+        if len(self._generations) == 1:
+            await self._answer(0)
+        else:
+            await self._answer_all()
+        assert all(one.delivered.prompt is not None for one in self._firsts)
+        await self._writer.end(self._usage())
+
+    async def _answer_all(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(self._generations)):
                     group.create_task(self._answer(index))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        assert all(one.delivered.prompt is not None for one in self._firsts)
-        await self._writer.end(self._usage())
 
     async def _answer(self, index: int) -> None:
         prompt, choice = divmod(index, self.count)

@@ -13,6 +13,7 @@ from typing import Final
 
 import xxhash
 
+from vlm_worker.abilities import have_same_rows
 from vlm_worker.annotations import MAX_IMAGE_BYTES
 from vlm_worker.core.client_embeddings import (
     ClientEmbeddingError,
@@ -58,13 +59,8 @@ def common_layout(hellos: Iterable[Hello]) -> EmbedLayout | None:
     first = layouts[0] if layouts else None
     if first is None or not can_check(first):
         return None
-    for layout in layouts:
-        if (
-            layout is None
-            or dataclasses.replace(layout, model_revision=first.model_revision) != first
-        ):
-            return None
-    return first
+    alike = all(layout is not None and have_same_rows(layout, first) for layout in layouts)
+    return first if alike else None
 
 
 def check_allowed(parts: Sequence[ImagePart], *, is_on: bool) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vlm_worker.annotations import MAX_WEIGHTED_SECONDS
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.client_embeddings import common_layout
@@ -102,6 +103,7 @@ class GatewayContext:
         self.started = clock()
         self.created = int(time.time())
         self.num_inflight = 0
+        self._num_for_workers = 0  # of those in flight
         self._last_active = self.started
         self.idle = asyncio.Event()
         self.idle.set()
@@ -141,7 +143,10 @@ class GatewayContext:
             return prepared
         num_prompt_tokens = prepared.num_tokens(0) - 1
         seconds = self.work.seconds(num_prompt_tokens, prepared.sampling.max_tokens)
-        return dataclasses.replace(prepared, tenant=tenant, work_seconds=seconds)
+        weighted = min(seconds / self._weight_of(tenant), MAX_WEIGHTED_SECONDS)
+        return dataclasses.replace(
+            prepared, tenant=tenant, work_seconds=seconds, weighted_seconds=weighted
+        )
 
     def _weight_of(self, tenant: str) -> float:
         limits = limits_of(tenant, self.config_watcher.now.config.tenants)
@@ -152,9 +157,10 @@ class GatewayContext:
         keys = self.config_watcher.now.keys
         return keys is not None and len(keys.tenants) > 1
 
-    def enter(self) -> None:
+    def enter(self, *, needs_workers: bool = True) -> None:
         """Count a request as in flight."""
         self.num_inflight += 1
+        self._num_for_workers += needs_workers
         self.idle.clear()
 
     def leave(self, outcome: str, *, needs_workers: bool = True) -> None:
@@ -164,6 +170,7 @@ class GatewayContext:
         """
         self.meters.request(outcome)
         self.num_inflight -= 1
+        self._num_for_workers -= needs_workers
         if needs_workers and outcome != "invalid":
             self._last_active = self.clock()
         if self.num_inflight == 0:
@@ -171,11 +178,11 @@ class GatewayContext:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds without a request since the last one, or since the start of the process.
+        """Seconds without a request for workers since the last one, or since the process started.
 
         A request that was invalid counts only while it is in flight.
         """
-        return 0.0 if self.num_inflight else self.clock() - self._last_active
+        return 0.0 if self._num_for_workers else self.clock() - self._last_active
 
     def fail(self, reason: str) -> None:
         """Mark the process as failed, neither healthy nor ready, and end all requests."""

@@ -15,6 +15,7 @@ of that character.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, Final
@@ -136,6 +137,9 @@ class TextAssembler:
 
     def _place(self, text: str) -> None:
         """Set the offsets of the tokens that waited for `text`, and hold them for sending."""
+        if not self._textless:
+            self._num_decoded += len(text)
+            return
         begins = begins_in(text, [shown for _, shown in self._textless])
         self._held += [
             dataclasses.replace(token, offset=self._num_decoded + begin)
@@ -146,6 +150,8 @@ class TextAssembler:
 
     def _release(self, text: str) -> TextChunk:
         self._num_sent += len(text)
+        if not self._held:
+            return TextChunk(text)
         count = sum(token.offset < self._num_sent for token in self._held)
         tokens, self._held = self._held[:count], self._held[count:]
         return TextChunk(text, tuple(tokens))
@@ -192,14 +198,16 @@ class Detokenizer:
         if self._dropped_ids is not None and token_id in self._dropped_ids:
             return ""
         self._ids.append(token_id)
-        if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") or not self._decode(-1):
+        alone = _alone(self._tokenizer, token_id, self._dropped_ids is None)
+        if not alone:
             return ""
         text = self._decode(self._start)
         new = text[len(self._shown) :]
         if not new or new.endswith("\ufffd"):
             return ""
         self._start, self._end = self._end, len(self._ids)
-        self._shown = self._decode(self._start)
+        is_last = self._start == self._end - 1
+        self._shown = alone if is_last else self._decode(self._start)
         self._num_sent += len(new)
         return new
 
@@ -214,6 +222,15 @@ class Detokenizer:
         skip = self._dropped_ids is None
         text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=skip)
         return text
+
+
+@functools.lru_cache(maxsize=8192)
+def _alone(tokenizer: Tokenizer, token_id: int, skips_special: bool) -> str:
+    """Return the text of a token by itself; "" for a byte token, which ends no run of them."""
+    if _BYTE.fullmatch(tokenizer.id_to_token(token_id) or ""):
+        return ""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=skips_special)
+    return text
 
 
 class StopScanner:

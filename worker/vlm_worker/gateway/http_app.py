@@ -27,7 +27,7 @@ from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.cors import CorsApp
 from vlm_worker.gateway.endpoint import Endpoint
-from vlm_worker.gateway.responses import Response, Send, encode
+from vlm_worker.gateway.http_response import Response, Send, encode
 from vlm_worker.gateway.responses_api.dialect import ResponsesDialect
 from vlm_worker.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
@@ -192,9 +192,9 @@ def _method(method: str) -> str:
     return method if method in ("GET", "HEAD", "POST", "OPTIONS") else ""
 
 
-async def _refused(_: Request, error: Exception) -> HttpResponse:
+async def _refused(request: Request, error: Exception) -> HttpResponse:
     assert isinstance(error, ApiError)
-    return _json(error.body, status=error.status, headers=error.headers)
+    return _refusal(request, error, error.headers)
 
 
 async def _not_found(request: Request, error: Exception) -> HttpResponse:
@@ -207,8 +207,15 @@ async def _not_found(request: Request, error: Exception) -> HttpResponse:
         code, message = "unknown_path", f"There is nothing at this path; there are {paths}."
     elif error.status_code == 405:
         code, message = "method_not_allowed", f"This path takes {headers['Allow']}."
-    refusal = ApiError(error.status_code, message, code=code)
-    return _json(refusal.body, status=error.status_code, headers=headers)
+    return _refusal(request, ApiError(error.status_code, message, code=code), headers)
+
+
+def _refusal(request: Request, error: ApiError, headers: dict[str, str]) -> HttpResponse:
+    """Return the response of a page to an error; its code goes to the access log."""
+    if "access" in request.scope.get("state", {}):  # the admin application has no access log
+        access: Access = request.state.access
+        access.code = error.code or ""
+    return _json(error.body, status=error.status, headers=headers)
 
 
 def _json(

@@ -45,8 +45,8 @@ class RequestImage:
     `max_pixels` limits the pixels that the model sees (0 = the model's maximum). `digest` is the
     XXH3-128 of `data` and serves routing only; the encoder computes the cache key.
 
-    If a client gave the embedding, `data` has its rows, `format` is their dtype, `grid_thw` is that
-    of the image, and its size is 0. It is never reduced.
+    If a client gave the embedding, `data` has its rows, of `layout`, `format` is their dtype,
+    `grid_thw` is that of the image, and its size is 0. It is never reduced.
     """
 
     data: bytes | bytearray
@@ -59,6 +59,7 @@ class RequestImage:
     path: str
     choice: Choice
     grid_thw: Grid | None = None
+    layout: EmbedLayout | None = None
 
     @property
     def reduction(self) -> Reduction | None:
@@ -164,6 +165,7 @@ def _given(
         path=part.path,
         choice=Choice(why=Why.OFF),
         grid_thw=given.grid_thw,
+        layout=layout,
     )
 
 

@@ -96,6 +96,7 @@ class PodConnection:
             grammars=hello.grammars,
             min_tokens=hello.min_tokens,
             prompt_logprobs=hello.prompt_logprobs,
+            embed_layout=hello.embed_layout,
         )
 
     @property

@@ -102,8 +102,12 @@ def capacity(per_minute: float) -> float:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Account:
-    """What one tenant used at this gateway. `RateLimits` and `RequestCharge` write it."""
+    """What one tenant used at this gateway. `RateLimits` and `RequestCharge` write it.
 
+    `limits` are those of the settings when the tenant's last request came, also for older ones.
+    """
+
+    limits: TenantLimits = dataclasses.field(default_factory=TenantLimits)
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
     num_running: int = 0
@@ -126,23 +130,33 @@ class RateLimits:
         self.accounts: dict[str, Account] = {}
 
     def charge(self, tenant: str, limits: TenantLimits | None) -> RequestCharge:
-        """Return the charge of a new request; None: the tenant has no limits and no account."""
-        if limits is None:
-            return RequestCharge(None, TenantLimits(), self.num_gateways)
-        account = self.accounts.setdefault(tenant, Account())
-        return RequestCharge(account, limits, self.num_gateways)
+        """Return the charge of a new request; with None, the tenant has no limits now.
+
+        `limits` apply to the requests of the tenant that run, too. A bucket without a limit ends.
+        """
+        account = self.accounts.get(tenant)
+        if account is None:
+            if limits is None:
+                return RequestCharge(None, self)
+            account = self.accounts[tenant] = Account()
+        account.limits = limits or TenantLimits()
+        if account.limits.requests_per_minute is None:
+            account.requests = None
+        if account.limits.tokens_per_minute is None:
+            account.tokens = None
+        return RequestCharge(None if limits is None else account, self)
+
+    def part(self, limit: int | None) -> float | None:
+        """Return the part of this gateway in a limit."""
+        return None if limit is None else limit / self.num_gateways
 
 
 class RequestCharge:
     """The charge of one request, from `start` to `end`. Without an account it has no limits."""
 
-    def __init__(self, account: Account | None, limits: TenantLimits, num_gateways: int) -> None:
+    def __init__(self, account: Account | None, rates: RateLimits) -> None:
         self._account = account
-        self._limits = limits
-        self._requests = _part(limits.requests_per_minute, num_gateways)
-        self._tokens = _part(limits.tokens_per_minute, num_gateways)
-        concurrent = limits.concurrent_requests
-        self._concurrent = None if concurrent is None else max(1, concurrent // num_gateways)
+        self._rates = rates
         self._is_running = False
 
     def start(self, *, now: float) -> None:
@@ -152,22 +166,23 @@ class RequestCharge:
             RateLimitError: as many requests of the tenant run as may, or too many came in the last
                 minute. Nothing is counted.
         """
-        account, limits = self._account, self._limits
+        account = self._account
         if account is None:
             return
-        self._refill(now)
-        if self._concurrent is not None and account.num_running >= self._concurrent:
+        limits, per_minute, _ = self._refill(now)
+        concurrent, num_gateways = limits.concurrent_requests, self._rates.num_gateways
+        if concurrent is not None and account.num_running >= max(1, concurrent // num_gateways):
             raise self._refusal(
                 Limit.CONCURRENT,
                 f"{account.num_running} of your requests run at this gateway, as many as may "
                 f"({limits.concurrent_requests} at all gateways).",
                 CONCURRENT_RETRY_SECONDS,
             )
-        if account.requests is not None and self._requests is not None:
-            if wait := account.requests.seconds_until(1, self._requests):
+        if account.requests is not None and per_minute is not None:
+            if wait := account.requests.seconds_until(1, per_minute):
                 raise self._refusal(
                     Limit.REQUESTS,
-                    f"Your requests exceed {self._requests:g} per minute, the part of this gateway "
+                    f"Your requests exceed {per_minute:g} per minute, the part of this gateway "
                     f"in your limit of {limits.requests_per_minute}.",
                     wait,
                 )
@@ -185,14 +200,14 @@ class RequestCharge:
         account = self._account
         if account is None:
             return
-        self._refill(now)
-        if account.tokens is not None and self._tokens is not None:
-            if wait := account.tokens.seconds_until(num_tokens, self._tokens):
+        limits, _, per_minute = self._refill(now)
+        if account.tokens is not None and per_minute is not None:
+            if wait := account.tokens.seconds_until(num_tokens, per_minute):
                 raise self._refusal(
                     Limit.TOKENS,
-                    f"The prompt has {num_tokens} tokens, and yours exceed {self._tokens:g} per "
+                    f"The prompt has {num_tokens} tokens, and yours exceed {per_minute:g} per "
                     "minute, the part of this gateway in your limit of "
-                    f"{self._limits.tokens_per_minute}.",
+                    f"{limits.tokens_per_minute}.",
                     wait,
                 )
             account.tokens.take(num_tokens)
@@ -220,10 +235,10 @@ class RequestCharge:
         account, found = self._account, dict[str, str]()
         if account is None:
             return found
-        self._refill(now)
+        _, requests, tokens = self._refill(now)
         for name, bucket, per_minute in (
-            ("requests", account.requests, self._requests),
-            ("tokens", account.tokens, self._tokens),
+            ("requests", account.requests, requests),
+            ("tokens", account.tokens, tokens),
         ):
             if bucket is not None and per_minute is not None:
                 reset = bucket.seconds_until(capacity(per_minute), per_minute)
@@ -232,12 +247,15 @@ class RequestCharge:
                 found[f"x-ratelimit-reset-{name}"] = duration(reset)
         return found
 
-    def _refill(self, now: float) -> None:
-        """Bring the buckets to `now`; create them, or drop those without a limit."""
+    def _refill(self, now: float) -> tuple[TenantLimits, float | None, float | None]:
+        """Bring the buckets to `now`, or create them; return the limits, and parts per minute."""
         account = self._account
         assert account is not None
-        account.requests = _refilled(account.requests, self._requests, now)
-        account.tokens = _refilled(account.tokens, self._tokens, now)
+        requests = self._rates.part(account.limits.requests_per_minute)
+        tokens = self._rates.part(account.limits.tokens_per_minute)
+        account.requests = _refilled(account.requests, requests, now)
+        account.tokens = _refilled(account.tokens, tokens, now)
+        return account.limits, requests, tokens
 
     def _refusal(self, limit: Limit, message: str, seconds: float) -> RateLimitError:
         assert self._account is not None
@@ -252,10 +270,6 @@ def duration(seconds: float) -> str:
         return f"{milliseconds}ms"
     minutes, rest = divmod(milliseconds, 60_000)
     return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
-
-
-def _part(limit: int | None, num_gateways: int) -> float | None:
-    return None if limit is None else limit / num_gateways
 
 
 def _refilled(

@@ -10,16 +10,21 @@ All members of a group have the same condition. If it is false for the first, it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 from vlm_worker.gateway.fair_queue import FairQueue
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Waiter:
+    """A request in its line. `waking` is done if it does not wait now, as in its heartbeat."""
+
     condition: Callable[[], bool]
-    helped: asyncio.Future[None]
+    group: Hashable
+    waking: asyncio.Future[None]
+    is_helped: bool = False
 
 
 def _equal(_: str) -> float:
@@ -39,38 +44,33 @@ class Waiters:
         self._waking: asyncio.Task[None] | None = None
 
     async def wait_until(
-        self,
-        condition: Callable[[], bool],
-        *,
-        timeout: float,
-        group: Hashable = None,
-        tenant: str = "",
-        seconds: float = 0.0,
+        self, condition: Callable[[], bool], *, timeout: float, group: Hashable = None
     ) -> bool:
-        """Wait until `condition` holds after a change; return False after `timeout` seconds.
+        """Wait once, as `Place.wait_until` does, in a place of its own."""
+        with self.place() as place:
+            return await place.wait_until(condition, timeout=timeout, group=group)
 
-        The condition must not depend on load: a load report wakes waiters only if the worker starts
-        or stops accepting. All waiters of a `group` have the same condition. Without a group, the
-        waiter's condition is checked after every change.
-
-        `seconds` is the work that the request of this `tenant` needs.
-        """
-        if condition():
-            return True
-        waiter = _Waiter(condition, asyncio.get_running_loop().create_future())
-        group = waiter if group is None else group
-        queue = self._groups.setdefault(group, FairQueue(self._weight))
-        queue.add(waiter, tenant=tenant, seconds=seconds)
+    @contextlib.contextmanager
+    def place(self, *, tenant: str = "", seconds: float = 0.0) -> Iterator[Place]:
+        """Give a request of `tenant`, which needs `seconds` of work, a place until the end."""
+        place = Place(self, tenant=tenant, seconds=seconds)
         try:
-            async with asyncio.timeout(timeout):
-                await waiter.helped
-        except TimeoutError:
-            return False
+            yield place
         finally:
+            place.leave()
+
+    def join(self, waiter: _Waiter, *, tenant: str, seconds: float) -> None:
+        """Add a waiter to its group, after all others of the tenant."""
+        queue = self._groups.setdefault(waiter.group, FairQueue(self._weight))
+        queue.add(waiter, tenant=tenant, seconds=seconds)
+
+    def leave(self, waiter: _Waiter) -> None:
+        """Remove a waiter; nothing happens if it has left."""
+        queue = self._groups.get(waiter.group)
+        if queue is not None:
             queue.discard(waiter)
-            if not queue and self._groups.get(group) is queue:
-                del self._groups[group]
-        return True
+            if not queue:
+                del self._groups[waiter.group]
 
     def _weight(self, tenant: str) -> float:
         return self.weight_of(tenant)
@@ -92,12 +92,59 @@ class Waiters:
             waiter = queue.first()
             if waiter is None:
                 return
-            if waiter.helped.done():  # its time is over, and it has not resumed yet
-                queue.discard(waiter)
-                continue
             if not waiter.condition():
                 return
             queue.take(waiter)
-            waiter.helped.set_result(None)
+            if not queue:
+                self._groups.pop(waiter.group, None)
+            waiter.is_helped = True
+            if not waiter.waking.done():
+                waiter.waking.set_result(None)
             # Let the woken request take its pods before the next condition is checked.
             await asyncio.sleep(0)
+
+
+class Place:
+    """The place of one request among those that wait. It keeps its place over several waits."""
+
+    def __init__(self, waiters: Waiters, *, tenant: str, seconds: float) -> None:
+        self._waiters = waiters
+        self._tenant = tenant
+        self._seconds = seconds
+        self._waiter: _Waiter | None = None
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float, group: Hashable = None
+    ) -> bool:
+        """Wait until `condition` holds after a change; return False after `timeout` seconds.
+
+        The condition must not depend on load: a load report wakes waiters only if the worker starts
+        or stops accepting. All waiters of a `group` have the same condition. Without a group, the
+        waiter's condition is checked after every change.
+
+        After False the request stays in its line, until it waits in another group or leaves.
+        """
+        if condition():
+            return True
+        waiter = self._waiter_in(condition, group)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await waiter.waking
+        return waiter.is_helped
+
+    def leave(self) -> None:
+        """Give the place up; idempotent."""
+        if self._waiter is not None:
+            self._waiters.leave(self._waiter)
+        self._waiter = None
+
+    def _waiter_in(self, condition: Callable[[], bool], group: Hashable) -> _Waiter:
+        """Return the waiter in the line of a group, which joins it if it is in another or none."""
+        found, waking = self._waiter, asyncio.get_running_loop().create_future()
+        if found is not None and found.group == group and not found.is_helped:
+            found.waking = waking
+            return found
+        self.leave()
+        self._waiter = _Waiter(condition, object() if group is None else group, waking)
+        self._waiters.join(self._waiter, tenant=self._tenant, seconds=self._seconds)
+        return self._waiter

@@ -242,7 +242,7 @@ class EncodeRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[EncodeBegin, _Mapping]] = ..., chunk: _Optional[_Union[EncodeChunk, _Mapping]] = ...) -> None: ...
 
 class EncodeBegin(_message.Message):
-    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority", "pins_session")
+    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority", "pins_session", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,7 @@ class EncodeBegin(_message.Message):
     ON_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PINS_SESSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
@@ -259,7 +260,8 @@ class EncodeBegin(_message.Message):
     on_corrupt: str
     priority: int
     pins_session: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ..., pins_session: _Optional[bool] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ..., pins_session: _Optional[bool] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
     __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction", "grid_thw")
@@ -437,7 +439,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "handoff", "priority", "num_history_tokens")
+    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "handoff", "priority", "num_history_tokens", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +452,7 @@ class PrefillRequest(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     transfer_id: str
@@ -462,10 +465,11 @@ class PrefillRequest(_message.Message):
     handoff: bool
     priority: int
     num_history_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority", "num_history_tokens")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority", "num_history_tokens", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -475,6 +479,7 @@ class PrefetchRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -484,7 +489,8 @@ class PrefetchRequest(_message.Message):
     cache_salt: bytes
     priority: int
     num_history_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
     __slots__ = ("outcome", "num_cached_tokens", "num_computed_tokens")
@@ -565,7 +571,7 @@ class ReserveReply(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., lease_milliseconds: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id", "priority", "num_history_tokens")
+    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id", "priority", "num_history_tokens", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -578,6 +584,7 @@ class DecodeRequest(_message.Message):
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reservation_id: str
@@ -590,7 +597,8 @@ class DecodeRequest(_message.Message):
     boot_id: bytes
     priority: int
     num_history_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class DecodeReply(_message.Message):
     __slots__ = ("tokens", "finished", "spans", "clock_us")

@@ -200,13 +200,14 @@ class PrefillRole:
                     case FailedEvent(error):
                         producer.fail(error)
                         raise error
-        if progress.token is None:
-            if progress.finish is None:
-                raise EngineError("the engine ended the prompt without a token")
-            return  # the last delivered token ends the answer: there is no KV to commit
-        num_tokens = len(call.request.token_ids)
-        num_units = self._num_blocks(call.request)
-        producer.finish(Commit(num_units, num_tokens, progress.token.token_id, progress.finish))
+        num_tokens, token = len(call.request.token_ids), progress.token
+        if token is not None:
+            num_units = self._num_blocks(call.request)
+            producer.finish(Commit(num_units, num_tokens, token.token_id, progress.finish))
+        elif progress.finish is not None:  # the last delivered token ends the answer: no KV follows
+            producer.finish(Commit(0, num_tokens, finish_reason=progress.finish))
+        else:
+            raise EngineError("the engine ended the prompt without a token")
 
 
 def _first_token(request: Request, progress: _Progress) -> FirstToken:

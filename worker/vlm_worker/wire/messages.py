@@ -248,6 +248,7 @@ class EncodeCall:
     skip_corrupt: Annotated[bool, an.Choice("on_corrupt", true="Skip", false="Reject")] = False
     priority: Priority = 0
     pins_session: bool = False
+    weighted_seconds: Annotated[float, Between(0.0, an.MAX_WEIGHTED_SECONDS)] = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

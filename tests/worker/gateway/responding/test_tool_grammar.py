@@ -276,6 +276,24 @@ def test_a_format_begins_behind_the_reasoning(in_reasoning: bool) -> None:
     assert not accepts(begun + "It is red.</think>red")
 
 
+@FORMS
+def test_rules_that_are_too_large_are_refused_while_they_are_written(form: str) -> None:
+    schema = {"properties": {f"property_{n}": {"type": "integer"} for n in range(3_500)}}
+    tools = [CallTool(f"f{number}", schema, f"tools[{number}]") for number in range(9)]
+    with pytest.raises(GrammarError, match="its rules have more than") as refused:
+        tool_grammar(builtin(form), tools, mode="required", parallel=True, control_ids={})
+    assert refused.value.where[0] != "tools[8]", "others were not written"
+
+
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
+def test_values_of_an_enum_count_by_characters(form: str) -> None:
+    """Escapes would make six of each."""
+    schema = {"properties": {"a": {"enum": ["日" * 50_000]}}, "additionalProperties": False}
+    tools = [CallTool("f", schema)]
+    text = tool_grammar(builtin(form), tools, mode="required", parallel=True, control_ids={})
+    assert "日" * 50_000 in text
+
+
 @pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
 def test_references_cost_no_more_than_the_schema(form: str) -> None:
     """Each of ten definitions names the next one often: written out, they are 10^10."""

@@ -87,6 +87,7 @@ class Attempt:
         self._on_admitted = on_admitted
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._renewal: asyncio.TimerHandle | None = None
         self.pods = PodsInUse(self._key, registry)
         self._encoding: Encoding | None = None
         self._reservation: Reservation | None = None
@@ -95,7 +96,7 @@ class Attempt:
         self._clean = False
 
     async def run(self) -> FinishReason:
-        """Run the attempt; raises the WorkerError of the call that failed first.
+        """Run the attempt; raises the error of the call, or of the delivery, that failed first.
 
         All its calls have ended when it returns or raises.
         """
@@ -109,18 +110,36 @@ class Attempt:
                     # count it before other requests choose a route, so that they spread
                     self.pods.client(self._route.decode.pod)
                 self._start(self._serve())
-                reason = await self._ended
+                reason = await self._outcome()
                 self._record_answer()
                 return reason
             finally:
-                for task in self._tasks:
-                    task.cancel()
+                self._cancel_tasks()
                 if not self._clean:
                     self.pods.cancel_everywhere()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _outcome(self) -> FinishReason:
+        """Wait for the end, and for a token in delivery: no later attempt would send it."""
+        try:
+            return await self._ended
+        finally:
+            if not self._ended.cancelled():  # else the request ends, and nobody reads the token
+                async with self._delivered.turn:
+                    self._cancel_tasks()
+                if self._delivered.failure is not None:
+                    raise self._delivered.failure
+
+    def _cancel_tasks(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+        for task in self._tasks:
+            task.cancel()
+
     async def _serve(self) -> None:
-        self._start(self._renew())
+        # most attempts are accepted before the first renewal, and need no task for it
+        loop, seconds = asyncio.get_running_loop(), self._registry.timers.renew
+        self._renewal = loop.call_later(seconds, lambda: self._start(self._renew()))
         self._trace.gateway_waits()
         if self._route.reserve:
             await self._reserve()
@@ -200,9 +219,10 @@ class Attempt:
                             case PromptLogprobs() as part:
                                 self._delivered.take_scores(part)
                             case FirstToken() as first:
-                                if not first_token and self._is_whole(request):
-                                    marks = self._prepared.digests.marks
-                                    self.pods.record_prefix(choice.pod, marks)
+                                # else the last delivered token ends the answer: nothing ran
+                                is_new = first.index >= request.num_delivered_tokens
+                                if is_new and not first_token:
+                                    self._record_prompt(request, first)
                                 first_token = True
                                 await self._take_first(first)
                 except PeerLostError:
@@ -212,9 +232,14 @@ class Attempt:
             if not first_token:
                 raise PeerLostError("prefill ended its stream without a token")
 
-    def _is_whole(self, request: Request) -> bool:
-        """Whether no image was left out: the digests are those of the whole prompt."""
-        return len(request.items) == len(self._prepared.images)
+    def _record_prompt(self, request: Request, first: FirstToken) -> None:
+        """Record that the prefill pod holds the prompt, and what it had of the first attempt's."""
+        if len(request.items) == len(self._prepared.images):  # else the digests are of another
+            self.pods.record_prefix(self._route.prefill.pod, self._prepared.digests.marks)
+        if first.index == 0:
+            if self._prepared.sampling.num_prompt_logprobs is not None:
+                self._delivered.end_scores()
+            self._delivered.num_cached_tokens = first.num_cached_tokens
 
     def _record_answer(self) -> None:
         """Record that the decode pod holds prompt and answer: the next turn begins with them."""
@@ -232,10 +257,6 @@ class Attempt:
 
     async def _take_first(self, first: FirstToken) -> None:
         self._trace.gateway_works()
-        if first.index == 0:
-            if self._prepared.sampling.num_prompt_logprobs is not None:
-                self._delivered.end_scores()
-            self._delivered.num_cached_tokens = first.num_cached_tokens
         await self._delivered.deliver(first.index, (first.token_id,), (first.logprobs,))
         if self._delivered.complete:
             self._end(FinishReason.STOP)
@@ -292,7 +313,6 @@ class Attempt:
     async def _renew(self) -> None:
         """Renew the leases until the consumers do, once they have queued the request."""
         while not self._accepted:
-            await asyncio.sleep(self._registry.timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
                 client = self.pods.client(self._decode_choice.pod)
@@ -305,6 +325,7 @@ class Attempt:
                 # Prefill reports lost embeddings itself.
                 with contextlib.suppress(WorkerError):
                     await self.pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
+            await asyncio.sleep(self._registry.timers.renew)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -413,6 +434,7 @@ class Encoding:
             pins_session=self._prepared.pins_session,
             skip_corrupt=self._prepared.skip_corrupt,
             priority=self._prepared.priority,
+            weighted_seconds=self._prepared.weighted_seconds,
         )
 
     def _take(self, decoded: Decoded) -> int:
@@ -420,9 +442,11 @@ class Encoding:
         if len(decoded.items) != len(self._prepared.images):
             raise EngineError("the encoder answered for another number of images")
         errors = [(i, one.error) for i, one in enumerate(decoded.items) if one.error is not None]
-        if errors and not self._prepared.skip_corrupt:
-            item, error = errors[0]
-            raise InvalidImageError(error.message, item=item, code=error.code)
+        for item, error in errors:
+            # The gateway has checked an embedding, so a client takes it for a part of the prompt.
+            is_given = self._prepared.images[item].grid_thw is not None
+            if is_given or not self._prepared.skip_corrupt:
+                raise InvalidImageError(error.message, item=item, code=error.code)
         self.decoded.set_result(decoded.items)
         return len(decoded.items) - len(errors)
 

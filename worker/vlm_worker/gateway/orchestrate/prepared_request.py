@@ -15,6 +15,7 @@ from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.route import Demand
 from vlm_worker.types import (
+    EmbedLayout,
     ImageItem,
     PromptLogprobs,
     Request,
@@ -42,13 +43,15 @@ class PreparedRequest:
         wake_timeout_seconds: maximum wait for the pods of a service at zero; 0 if it never is.
         digests: what pods may hold of it from earlier requests.
         priority: requests of a larger priority run first.
-        num_bytes: bytes of images and texts.
+        num_bytes: bytes of images and texts, and `num_shown_bytes`.
+        num_shown_bytes: memory of the log-probabilities that its choices show of the prompt.
         answer_form: how its answers are read; None: they are content alone.
         next_turn: returns the beginning of the next turn's prompt, by the answer's message as the
             client has it. It may take milliseconds. None if nothing is prefetched.
         echo: what its answers have of the prompt.
         tenant, work_seconds: whose turn it needs where requests wait for a pod, and the estimate of
             its work; "" and 0 if requests wait in order of arrival.
+        weighted_seconds: the work by the tenant's weight, for its turn in the queues of pods.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -65,12 +68,19 @@ class PreparedRequest:
     max_hold_seconds: float = 0.0
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
+    num_shown_bytes: int = 0
     answer_form: AnswerForm | None = None
     next_turn: Callable[[Mapping[str, Any]], Prompt | None] | None = None
     pins_session: bool = False
     echo: Echo = NO_ECHO
     tenant: str = ""
     work_seconds: float = 0.0
+    weighted_seconds: float = 0.0
+
+    @property
+    def embed_layout(self) -> EmbedLayout | None:
+        """The layout of its embeddings in place of images, which is one; None without any."""
+        return next((image.layout for image in self.images if image.layout is not None), None)
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
@@ -90,6 +100,7 @@ class PreparedRequest:
             constrained=bool(self.sampling.grammar),
             has_minimum=self.sampling.min_tokens > num_delivered,
             is_scored=self.sampling.num_prompt_logprobs is not None and not num_delivered,
+            embed_layout=self.embed_layout,
             inline=self.inline,
             num_image_tokens=sum(dict(images).values()),
             cached_images=caches.images(images),
@@ -103,13 +114,14 @@ class DeliveredTokens:
     `emit` gets each token, with its log-probabilities if requested. It returns False when the
     client needs no more (a stop string). `prompt` is the computed prompt: corrupt images may be
     left out. `scored` has its log-probabilities, all of one attempt, before the first token; None
-    if they are not wanted.
+    if they are not wanted. `turn` is locked while tokens are delivered. `failure` is the error of
+    `emit`: a token is lost, so no attempt may go on.
     """
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         self._grown = asyncio.Event()
         self.token_ids: list[int] = []
         self.prompt: Prompt | None = None
@@ -117,6 +129,7 @@ class DeliveredTokens:
         self._parts: list[PromptLogprobs] = []
         self.num_cached_tokens = 0
         self.complete = False
+        self.failure: Exception | None = None
 
     async def deliver(
         self,
@@ -125,7 +138,7 @@ class DeliveredTokens:
         logprobs: Sequence[TokenLogprobs | None] = (),
     ) -> None:
         """Deliver tokens from `first_index` on; drop known ones, keep early ones for later."""
-        async with self._turn:
+        async with self.turn:
             tokens = zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
             for index, token in enumerate(tokens, first_index):
                 if index >= len(self.token_ids):
@@ -133,7 +146,11 @@ class DeliveredTokens:
             while not self.complete and len(self.token_ids) in self._early:
                 token_id, its_logprobs = self._early.pop(len(self.token_ids))
                 self.token_ids.append(token_id)
-                self.complete = not await self._emit(token_id, its_logprobs)
+                try:
+                    self.complete = not await self._emit(token_id, its_logprobs)
+                except Exception as error:
+                    self.failure = error
+                    raise
             self._grown.set()
 
     def take_scores(self, part: PromptLogprobs) -> None:
@@ -148,21 +165,15 @@ class DeliveredTokens:
             CorruptTransferError: they are not those of all tokens, in order.
         """
         assert self.prompt is not None
-        token_ids, parts = self.prompt.token_ids, self._parts
-        expected = 1
-        for part in parts:
-            if part.first_index != expected:
-                break
-            expected += len(part.logprobs)
-        else:
-            if expected == len(token_ids):
-                logprobs = tuple(one for part in parts for one in part.logprobs)
-                ranks = tuple(rank for part in parts for rank in part.ranks)
-                self.scored = ScoredPrompt(tuple(token_ids), logprobs, ranks)
-                return
-        raise CorruptTransferError(
-            f"prefill sent log-probabilities up to token {expected} of {len(token_ids)} of a prompt"
-        )
+        scored = ScoredPrompt.of(self.prompt.token_ids, self._parts)
+        if scored is None:
+            num_sent = sum(len(part.logprobs) for part in self._parts)
+            raise CorruptTransferError(
+                f"prefill sent {num_sent} log-probabilities, not in order those of the "
+                f"{len(self.prompt.token_ids)} tokens of a prompt"
+            )
+        self.scored = scored
+        self._parts.clear()
 
     def forget_early(self) -> None:
         """Drop tokens and log-probabilities of the prompt that a lost attempt sent too early."""
@@ -210,6 +221,7 @@ def build_request(
         ),
         cache_salt=prepared.cache_salt,
         priority=prepared.priority,
+        weighted_seconds=prepared.weighted_seconds,
         num_history_tokens=prompt.num_history_tokens,
     )
     return request, kept

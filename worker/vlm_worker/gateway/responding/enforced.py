@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Set
 from typing import Final
 
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.tools import ToolUse
-from vlm_worker.gateway.grammar import Grammar, has_options, of_schema, validated
+from vlm_worker.gateway.closed_schema import parts_of
+from vlm_worker.gateway.grammar import Grammar, exceeds, has_options, of_schema, validated
 from vlm_worker.gateway.responding.enforceable import GrammarError
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.gateway.responding.tool_grammar import (
@@ -21,6 +21,7 @@ from vlm_worker.gateway.responding.tool_grammar import (
     parameters_path,
 )
 
+SHORT_BYTES: Final = 1024
 MAX_KEPT_BYTES: Final = 64 << 10
 """Size of the schemas that are enforced without `strict`. Grammars of calls in tags take some 10 us
 per byte of a schema to write."""
@@ -97,7 +98,7 @@ def calls_of(
     if form is None or use.choice != "required":
         return {}
     tools = [(i, tool.parameters) for i in callable_tools(use) if not (tool := use.tools[i]).strict]
-    if sum(len(json.dumps(schema)) for _, schema in tools) > MAX_KEPT_BYTES:
+    if exceeds([schema for _, schema in tools], MAX_KEPT_BYTES):
         return {}
     found: dict[str, Grammar] = {}
     for index, schema in tools:
@@ -110,10 +111,16 @@ def calls_of(
     return found
 
 
-def num_schema_bytes(use: ToolUse) -> int:
-    """Return the size of the schemas of tools that may be enforced."""
+def is_short(use: ToolUse, asked: Grammar | None) -> bool:
+    """Whether the grammars of tools and of the format are written in about a millisecond.
+
+    References are written out, so a short schema with one may have a long grammar.
+    """
     must = use.choice == "required"
-    return sum(len(json.dumps(tool.parameters)) for tool in use.offered if must or tool.strict)
+    schemas = [tool.parameters for tool in use.offered if must or tool.strict]
+    if exceeds(schemas, SHORT_BYTES) or (asked is not None and len(asked.text) > SHORT_BYTES):
+        return False
+    return not any("$ref" in part for _, part in parts_of(schemas))
 
 
 def _path(use: ToolUse) -> str:

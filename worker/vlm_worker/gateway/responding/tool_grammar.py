@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, Literal
 
+from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.gateway.api.tools import ToolUse
 from vlm_worker.gateway.closed_schema import closed
 from vlm_worker.gateway.responding.calls import properties_of
@@ -181,6 +182,7 @@ class _Writer:
         self._control_ids = control_ids
         self._control = re.compile("|".join(map(re.escape, control_ids)) or r"(?!)")
         self._rules: list[str] = []
+        self._num_counted = self._num_bytes = 0  # rules, and their bytes
         self._dialect: DialectRules | None = None
         if isinstance(self._form, JsonCalls) and self._form.delimiters:
             self._dialect = DialectRules(self._form, self._text, self._rules)
@@ -207,6 +209,7 @@ class _Writer:
             for index, tool in enumerate(tools):
                 with located(tool.path):
                     self._rules.append(f"c{index}: {self._call(tool, f'c{index}', trigger)}")
+                    self._check_size()
             self._rules.append("call: " + " | ".join(f"c{index}" for index in range(len(tools))))
             calls = "call call*" if parallel else "call"
             if trigger is not None:
@@ -281,6 +284,7 @@ class _Writer:
         for index, tool in enumerate(tools):
             with located(tool.path):
                 self._rules.append(f"c{index}: {self._json(form, tool, f'c{index}')}")
+                self._check_size()
         self._rules.append("item: " + " | ".join(f"c{index}" for index in range(len(tools))))
         more = ' ("," S item)*' if parallel else ""
         begin = " ".join(self._anchor(self._begin, None, trigger))
@@ -328,7 +332,15 @@ class _Writer:
                 end = " ".join(self._anchor(form.end.nodes, None, None))
                 self._rules.append(f"{name}: S {begin} {value} {end}")
             parts.append(name if member.is_required else f"{name}?")
+            self._check_size()
         return parts
+
+    def _check_size(self) -> None:
+        """Raise GrammarError if the rules are too large already, before more are written."""
+        self._num_bytes += sum(len(rule.encode()) for rule in self._rules[self._num_counted :])
+        self._num_counted = len(self._rules)
+        if self._num_bytes > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"its rules have more than {MAX_GRAMMAR_BYTES} bytes")
 
     def _anchor(
         self, nodes: Sequence[Node], tool: CallTool | None, skip: str | None, *, key: str = ""
