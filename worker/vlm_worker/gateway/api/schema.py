@@ -225,7 +225,7 @@ def _sampling(*, is_extension: bool) -> list[Parameter]:
 _SHARED: Final = (
     _supported("model", "required: the served name; any other is 404 `model_not_found`"),
     *_sampling(is_extension=False),
-    _supported("stop", "a string or up to 4 of 1 to 256 characters; found across token borders"),
+    _supported("stop", "a string or up to 16 of 1 to 256 characters; found across token borders"),
     _supported("stream", "server-sent events"),
     _supported(
         "stream_options",
