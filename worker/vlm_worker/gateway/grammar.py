@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
+from vlm_worker.core.grammar_limits import EXCEEDED
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.schema import Fields
 from vlm_worker.gateway.closed_schema import closed, parts_of
@@ -139,6 +140,12 @@ def error_of(grammar: Grammar, problem: str) -> ApiError:
             path,
             f"'{path}' takes too long to compile: use fewer alternatives, shorter patterns, or "
             "fewer properties.",
+        )
+    if problem.startswith(EXCEEDED):
+        return _invalid(
+            path,
+            f"'{path}' has too many possibilities for the next part of an answer: use fewer "
+            "alternatives or fewer properties.",
         )
     problem = _IN_LARK.sub("", _SOURCE.split(problem)[0])
     for pattern, keyword, reason in _REASONS:
