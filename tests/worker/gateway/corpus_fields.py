@@ -70,6 +70,13 @@ FIELD_ROWS = [
         "stream_options",
     ),
     Bad(
+        "usage in each chunk without usage",
+        chat(stream=True, stream_options={"continuous_usage_stats": True}),
+        400,
+        "invalid_value",
+        "stream_options.continuous_usage_stats",
+    ),
+    Bad(
         "an unknown stream option",
         chat(stream=True, stream_options={"x": 1}),
         400,
