@@ -83,14 +83,14 @@ def named(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 def of(schema: Any) -> Grammar:
-    grammar = of_response_format(named(schema))
+    grammar = at_once(of_response_format(named(schema)))
     assert grammar is not None
     return grammar
 
 
 @pytest.mark.parametrize("value", [None, {"type": "text"}])
 def test_free_text_has_no_grammar(value: Any) -> None:
-    assert of_response_format(value) is None
+    assert at_once(of_response_format(value)) is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_free_text_has_no_grammar(value: Any) -> None:
 )
 def test_a_wrong_response_format_is_refused_by_name(value: Any, param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        of_response_format(value)
+        at_once(of_response_format(value))
     assert (refused.value.status, refused.value.param) == (400, param)
 
 

@@ -161,6 +161,24 @@ async def test_a_grammar_of_strict_tools_is_written_on_a_thread_in_turn(
     assert (await long).status_code == 200
 
 
+async def test_the_error_of_a_long_schema_is_written_on_a_thread_in_turn(served: Stack) -> None:
+    """Also if its verdict is known. While it waits, others are answered."""
+    checks = checks_of(served)
+    schema = {"description": "long " * 250, "not": {}}
+    for _ in range(2):
+        with writing() as slow:
+            first = asyncio.create_task(checks.write(slow, tenant=""))
+            refused = asyncio.create_task(post(served, schema))
+            await until(lambda: checks._writing.num_waiting("") == 1)
+            assert (await post(served, {"not": {}})).status_code == 400
+            assert (await post(served)).status_code == 200
+            late = await post(served, schema, **{"x-request-timeout": "0.2"})
+            assert late.status_code == 504
+        await first
+        error = (await refused).json()["error"]
+        assert error["param"] == "response_format.json_schema.schema.not"
+
+
 async def test_a_request_that_ends_leaves_the_turn_to_what_is_written_for_it(
     calling: Stack,
 ) -> None:

@@ -13,6 +13,10 @@ STEP_FUEL: Final = 50_000
 """About 4 ms of one core for one mask; those of usual schemas need a tenth of a millisecond."""
 
 
+EXCEEDED: Final = "an answer exceeds a limit"
+"""Begins the problem of a grammar that compiles, but whose answers cannot be followed."""
+
+
 def parser_limits() -> LLParserLimits:
     """The limits of a matcher. A lexer state has about 0.5 KiB: a matcher about 10 MiB at most."""
     return LLParserLimits(

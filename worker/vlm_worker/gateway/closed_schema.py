@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from vlm_worker.gateway.turns import Steps, at_once
+
 MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose value has schemas by a name that is no keyword."""
 VALUES: Final = frozenset({"enum", "const", "default", "examples"})
@@ -29,25 +31,37 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     would be others of another part. With `oneOf`, a value of one closed part might be a value of
     another part as well, which the schema does not accept.
     """
-    if any(_combines(part) for _, part in parts_of(schema)):
-        return schema
-    found: Mapping[str, Any] = _closed(schema)
+    return at_once(closing(schema))
+
+
+def closing(schema: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
+    """The steps of `closed`."""
+    for _, part in parts_of(schema):
+        if _combines(part):
+            return schema
+        yield
+    found: Mapping[str, Any] = yield from _closing(schema)
     return found
 
 
-def _closed(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_closed(one) for one in value]
-    if not isinstance(value, dict):
+def _closing(value: Any) -> Steps[Any]:
+    if not isinstance(value, dict | list):
         return value
-    parts = {
-        name: {key: _closed(one) for key, one in held.items()}
-        if name in MAPS and isinstance(held, dict)
-        else held
-        if name in VALUES
-        else _closed(held)
-        for name, held in value.items()
-    }
+    yield
+    if isinstance(value, list):
+        made = []
+        for index, one in enumerate(value):
+            if not index % 256:
+                yield
+            made.append((yield from _closing(one)) if isinstance(one, dict | list) else one)
+        return made
+    parts: dict[str, Any] = {}
+    for name, held in value.items():
+        if name in MAPS and isinstance(held, dict):
+            schemas = yield from _closing(list(held.values()))
+            parts[name] = dict(zip(held, schemas, strict=True))
+        else:
+            parts[name] = held if name in VALUES else (yield from _closing(held))
     return parts | {"additionalProperties": False} if _closes(value) else parts
 
 
@@ -72,10 +86,16 @@ def _combines(schema: Mapping[str, Any]) -> bool:
 
 
 def parts_of(value: Any, path: Where = ()) -> Iterator[tuple[Where, Mapping[str, Any]]]:
-    """Each schema in a schema, with its path; names of properties are no keywords."""
+    """Each schema in a schema, with its path; names of properties are no keywords.
+
+    Some parts of lists are empty: there a long walk may be interrupted, too.
+    """
     if isinstance(value, list):
         for index, one in enumerate(value):
-            yield from parts_of(one, (*path, str(index)))
+            if not index % 256:
+                yield path, {}
+            if isinstance(one, dict | list):
+                yield from parts_of(one, (*path, str(index)))
     if not isinstance(value, dict):
         return
     yield path, value

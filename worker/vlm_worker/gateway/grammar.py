@@ -3,8 +3,9 @@
     response_format ─▶ of_response_format ─┐
     lark text ───────▶ validated ──────────┴▶ Grammar ─▶ GrammarChecks.check ─▶ Sampling.grammar
 
-Both functions are cheap and check the form alone. `grammar_checks` has the library judge the text
-in a child process; `error_of` writes the client's error from the library's reason.
+Both functions check the form alone. A `response_format` is read in steps: a schema may be long.
+`grammar_checks` has the library judge the text in a child process; `error_of` writes the client's
+error from the library's reason.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
+from vlm_worker.core.grammar_limits import EXCEEDED
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.schema import Fields
-from vlm_worker.gateway.closed_schema import closed, parts_of
+from vlm_worker.gateway.closed_schema import closing, parts_of
+from vlm_worker.gateway.turns import Steps, at_once
 
 MAX_NAME: Final = 64
 MAX_DESCRIPTION: Final = 4096
@@ -45,7 +48,7 @@ class Grammar:
     schema: Mapping[str, Any] | None = None
 
 
-def of_response_format(value: Any, path: str = "response_format") -> Grammar | None:
+def of_response_format(value: Any, path: str = "response_format") -> Steps[Grammar | None]:
     """The grammar that a `response_format` asks for; None if the answer is free text.
 
     Raises ApiError (400) that names the invalid part.
@@ -73,22 +76,30 @@ def of_response_format(value: Any, path: str = "response_format") -> Grammar | N
         raise child.missing("schema")
     child.done()
     fields.done()
-    return of_schema(schema, child.at("schema"))
+    return (yield from _of_schema(schema, child.at("schema")))
 
 
 def of_schema(schema: Any, path: str) -> Grammar:
-    """The grammar of JSON texts that a JSON Schema accepts. Raises ApiError (400)."""
+    """The grammar of JSON texts that a JSON Schema accepts. Raises ApiError (400).
+
+    It takes about 1 us per byte.
+    """
+    return at_once(_of_schema(schema, path))
+
+
+def _of_schema(schema: Any, path: str) -> Steps[Grammar]:
     if not isinstance(schema, dict):
         raise invalid(f"'{path}' must be an object.", param=path, code="invalid_type")
-    if exceeds(schema, MAX_GRAMMAR_BYTES):  # before anything walks through all of it
+    # Before anything walks through all of it.
+    if (yield from _exceeding(schema, MAX_GRAMMAR_BYTES)):
         raise _invalid(
             path, f"'{path}' has more than the {MAX_GRAMMAR_BYTES} bytes that are allowed."
         )
-    options = _find(schema, _OPTIONS)
+    options = yield from _finding(schema, _OPTIONS)
     if options is not None:
         raise _keyword(path, options, "is not supported")
     own = {_OPTIONS: {"whitespace_pattern": WHITESPACE}}
-    grammar = {"grammars": [{"json_schema": {**closed(schema), **own}}]}
+    grammar = {"grammars": [{"json_schema": {**(yield from closing(schema)), **own}}]}
     text = json.dumps(grammar, separators=(",", ":"), ensure_ascii=False)
     return validated(text, path, schema=schema)
 
@@ -98,8 +109,14 @@ def exceeds(value: Any, num_bytes: int) -> bool:
 
     A character or number counts as one byte. So False bounds the bytes to a multiple.
     """
+    return at_once(_exceeding(value, num_bytes))
+
+
+def _exceeding(value: Any, num_bytes: int) -> Steps[bool]:
     values = [value]
     while values and num_bytes >= 0:
+        if not len(values) % 32:
+            yield
         one = values.pop()
         if isinstance(one, str):
             num_bytes -= len(one) + 2
@@ -139,6 +156,12 @@ def error_of(grammar: Grammar, problem: str) -> ApiError:
             path,
             f"'{path}' takes too long to compile: use fewer alternatives, shorter patterns, or "
             "fewer properties.",
+        )
+    if problem.startswith(EXCEEDED):
+        return _invalid(
+            path,
+            f"'{path}' has too many possibilities for the next part of an answer: use fewer "
+            "alternatives or fewer properties.",
         )
     problem = _IN_LARK.sub("", _SOURCE.split(problem)[0])
     for pattern, keyword, reason in _REASONS:
@@ -194,9 +217,15 @@ def _invalid(path: str, message: str) -> ApiError:
 
 def _find(schema: Any, keyword: str, value: str | None = None) -> tuple[str, ...] | None:
     """The path of a keyword in a schema, if one place has `value`, that one; None without it."""
-    places = [
-        ((*path, keyword), part[keyword]) for path, part in parts_of(schema) if keyword in part
-    ]
+    return at_once(_finding(schema, keyword, value))
+
+
+def _finding(schema: Any, keyword: str, value: str | None = None) -> Steps[tuple[str, ...] | None]:
+    places = []
+    for path, part in parts_of(schema):
+        if keyword in part:
+            places.append(((*path, keyword), part[keyword]))
+        yield
     for where, held in places:
         if value is not None and isinstance(held, str) and held.lstrip("#") == value.lstrip("#"):
             return where

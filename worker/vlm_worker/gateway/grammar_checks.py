@@ -34,6 +34,7 @@ MAX_WAITING: Final = 64
 """Checks of one tenant that wait for their turn."""
 MAX_WRITING: Final = 256
 """Requests of one tenant whose grammar waits to be written. Most take a millisecond."""
+SHORT_LENGTH: Final = 1024
 
 T = TypeVar("T")
 
@@ -81,20 +82,23 @@ class GrammarChecks:
         return written.result()
 
     def knows(self, grammar: Grammar) -> bool:
-        """Whether `check` returns at once."""
-        return _digest(grammar) in self._verdicts
+        """Whether `check` ends at once."""
+        problem = self._verdicts.get(_digest(grammar))
+        return problem is not None and (not problem or _is_short(grammar))
 
     async def check(self, grammar: Grammar, *, tenant: str) -> None:
         """Check the grammar of a tenant's request.
 
         Raises:
             ApiError: 400 `invalid_json_schema`, it cannot be used; 503, there is no verdict.
-            FullError: as many checks of the tenant wait as may.
+            FullError: as many checks of the tenant wait as may, or grammars that are written.
         """
         problem = await self.problem_of(grammar, tenant=tenant)
         if problem:
             logger.info("a grammar was refused", extra={"reason": problem[:200]})
-            raise error_of(grammar, problem)
+            if _is_short(grammar):
+                raise error_of(grammar, problem)
+            raise await self.write(lambda: error_of(grammar, problem), tenant=tenant)
 
     async def problem_of(self, grammar: Grammar, *, tenant: str) -> str:
         """Return why a grammar cannot be used; empty if it can.
@@ -185,6 +189,11 @@ class _Check:
     task: asyncio.Task[str] | None = None
     num_requests: int = 0
     is_asked: bool = False
+
+
+def _is_short(grammar: Grammar) -> bool:
+    """Whether its error, which looks through all of it, takes about a millisecond at most."""
+    return len(grammar.text) <= SHORT_LENGTH
 
 
 def _digest(grammar: Grammar) -> bytes:

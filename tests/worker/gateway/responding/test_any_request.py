@@ -102,6 +102,28 @@ def test_a_large_schema_is_checked_in_small_steps() -> None:
     assert sum(1 for _ in parse_chat(body)) > 2000
 
 
+def nested(schema: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(20):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "least"),
+    [
+        ({"anyOf": [{}] * 20_000}, 60_000),
+        (nested({"anyOf": [{}] * 20_000}), 60_000),
+        ({"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}, 15_000),
+        ({"x": [[1]] * 20_000}, 60_000),
+        ({"required": [1] * 100_000}, 3000),
+    ],
+)
+def test_a_long_response_format_is_read_in_small_steps(schema: Any, least: int) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "response_format": form}
+    assert sum(1 for _ in parse_chat(body)) > least
+
+
 @pytest.mark.parametrize("name", ["f" * 64, "a-b_C9"])
 def test_names_of_functions_are_those_of_openai(name: str) -> None:
     tool = {"type": "function", "function": {"name": name}}

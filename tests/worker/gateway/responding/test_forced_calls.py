@@ -216,6 +216,41 @@ def test_schemas_that_are_too_large_are_hints(gateway: Gateway, form: str) -> No
     assert not only.accepts(WRITERS[form]([("seen", GREEN)]))
 
 
+CROWDED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "note": {"type": "string"},
+        "step": {
+            "anyOf": [
+                {"type": "object", "properties": {f"p{i}_{j}": {} for j in range(20)}}
+                for i in range(30)
+            ]
+        },
+    },
+    "required": ["step"],
+}  # fmt: skip
+"""It compiles, but a matcher in front of a property of `step` exceeds a limit."""
+
+
+@FORMS
+def test_a_schema_whose_answers_exceed_a_limit_is_a_hint(gateway: Gateway, form: str) -> None:
+    write, value = WRITERS[form], {"step": {"p3_4": "x"}}
+    tools = {"seen": SEEN, "crowded": CROWDED}
+    for choice in ("required", named("crowded")):
+        asked = Asked(gateway.grammar(form, request_of(tools, choice)) or "")
+        assert asked.accepts(write([("crowded", value)]))
+        assert asked.accepts(write([("seen", RED)])) == (choice == "required")
+        assert not asked.accepts(write([("seen", GREEN)]))
+
+
+@FORMS
+def test_a_strict_tool_whose_answers_exceed_a_limit_is_refused(gateway: Gateway, form: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        gateway.grammar(form, request_of({"crowded": CROWDED}, strict=("crowded",)))
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json_schema")
+    assert "too many possibilities" in refused.value.message
+
+
 def test_a_schema_that_takes_too_long_costs_two_checks(gateway: Gateway) -> None:
     slow = tool_of({"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]})
     tools = {"slow": slow, "seen": SEEN, **{f"f{number}": slow for number in range(20)}}

@@ -300,7 +300,7 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     if messages is None:
         raise fields.missing("messages")
     max_tokens, param = take_max_tokens(fields, ("max_completion_tokens", "max_tokens"))
-    grammar = of_response_format(fields.take("response_format"))
+    grammar = yield from of_response_format(fields.take("response_format"))
     sampling = parse_sampling(fields, chat_logprobs(fields), grammar)
     options = take_options(fields, max_tokens, param, sampling)
     visual = take_visual(fields)
