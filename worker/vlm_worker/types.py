@@ -40,6 +40,24 @@ class Modality(enum.StrEnum):
     VIDEO = "video"
 
 
+class Attends(enum.StrEnum):
+    """Which later tokens a token sees, besides itself and those before it.
+
+    IMAGES: those of its own image. IMAGES_SLIDING: the same, in layers with a sliding window alone.
+    PREFIX: those of the whole prompt.
+    """
+
+    CAUSAL = "causal"
+    IMAGES = "images"
+    IMAGES_SLIDING = "images-sliding"
+    PREFIX = "prefix"
+
+    @property
+    def keeps_images_whole(self) -> bool:
+        """Whether one step must compute all tokens of an image."""
+        return self is not Attends.CAUSAL
+
+
 class FinishReason(enum.StrEnum):
     """Why an answer ended on this worker. DRAINED: it continues on another one."""
 
@@ -237,6 +255,7 @@ class KVLayout:
 
     With `narrow`, tokens of this modality are stored in int8 or 4 bits, in blocks with the same
     bytes as the wide ones of `block_size` tokens (`core.block_kinds`, `vlm_kernels.mixed_blocks`).
+    `attends` is the mask that an unlisted family was found to have; None in listed ones.
     """
 
     model_revision: str
@@ -247,6 +266,7 @@ class KVLayout:
     dtype: str
     inner: str = "slot-major"
     narrow: Narrow | None = None
+    attends: Attends | None = None
 
     @property
     def num_parts(self) -> int:

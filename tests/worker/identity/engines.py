@@ -70,7 +70,7 @@ async def running(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_waiting": 4096,
         "max_waiting_images": 4096,
-        "whole_images": runner.family.spec.bidirectional_spans,
+        "whole_images": runner.family.spec.attends.keeps_images_whole,
         "strict": True,
     }
     settings = EngineSettings(**bounds | more)

@@ -47,7 +47,7 @@ class Stepper:
         assert runner.kv_layout is not None
         self._runner, self._block_size = runner, runner.kv_layout.block_size
         self._kinds = BlockKinds.of_layout(runner.kv_layout)
-        self.bidirectional = runner.family.spec.bidirectional_spans
+        self.bidirectional = runner.family.spec.attends.keeps_images_whole
         order = np.random.default_rng(seed).permutation(np.arange(1, runner.num_blocks))
         self._free = order.astype(np.int32).tolist()
 

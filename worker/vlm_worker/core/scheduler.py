@@ -362,6 +362,7 @@ class Scheduler:
             sequence.request,
             shape=self.pool.kinds.of(sequence),
             num_tokens=num_tokens,
+            whole_prompt=sequence.whole_prompt,
         )
 
 

@@ -42,7 +42,7 @@ from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.options import values_of
 from vlm_worker.transfer import nixl, shared_memory
 from vlm_worker.transfer.transport import ByteStream, Transport
-from vlm_worker.types import Stage
+from vlm_worker.types import Attends, Stage
 from vlm_worker.wire.buffers import Copier
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,8 @@ def _engine(
             kv_visual_percent=settings.kv_visual_percent,
             kv_prune_text=settings.kv_prune_text,
             images_first=settings.max_lent_requests > 0,
-            whole_images=loaded.family.spec.bidirectional_spans,
+            whole_images=loaded.family.spec.attends.keeps_images_whole,
+            whole_prompts=loaded.family.spec.attends is Attends.PREFIX,
             strict=settings.strict,
             max_image_tokens=min(largest, max_model_len),
             **values_of(settings.queues),

@@ -20,7 +20,7 @@ from vlm_worker.core.image_geometry import Geometry, Grid, Processor
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.reduction import WINDOW, Reduction, num_kept
-from vlm_worker.types import ImageItem
+from vlm_worker.types import Attends, ImageItem
 from vlm_worker.weights import Part
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -53,7 +53,7 @@ class FamilySpec:
         head: name of the language model's head, a child of the model itself.
         int8: parts whose linear layers `--weights` may round; the others lose more accuracy.
         positions: `mrope` has three rows of positions, `rope` one.
-        bidirectional_spans: whether the tokens of one image attend to each other both ways.
+        attends: which later tokens a token sees.
         image_processors: supported values of `image_processor_type`.
         parse: builds a Family from a model's files; raises ModelConfigError.
     """
@@ -66,9 +66,14 @@ class FamilySpec:
     head: str
     int8: frozenset[Part]
     positions: Literal["rope", "mrope"]
-    bidirectional_spans: bool
+    attends: Attends
     image_processors: tuple[str, ...]
     parse: Callable[[FamilySpec, Files], Family]
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the family has kernels and modules of its own; else `families.generic` made it."""
+        return bool(self.module)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +137,8 @@ class Family:
 
         A kept token keeps its row and column, which only M-RoPE has.
         """
-        return self.spec.positions == "mrope" and not self.spec.bidirectional_spans
+        spec = self.spec
+        return spec.is_listed and spec.positions == "mrope" and spec.attends is Attends.CAUSAL
 
     def check_reducible(self, reduction: Reduction) -> None:
         """Raise InvalidRequestError if visual tokens of this model cannot be reduced so."""
