@@ -60,5 +60,5 @@ def test_a_prompt_that_no_step_holds_is_refused_with_the_numbers() -> None:
     request = about("long", num_before=50, num_visual=10, after=[1]).request
     bounds = {"max_model_len": 100, "max_image_tokens": 60, "vocab_size": 1000}
     validate_request(request, **bounds, max_prompt_tokens=61)
-    with pytest.raises(ContextTooLongError, match="61 tokens; .* one step, which holds 60"):
+    with pytest.raises(ContextTooLongError, match=r"61 tokens; .* one step, which holds 60"):
         validate_request(request, **bounds, max_prompt_tokens=60)

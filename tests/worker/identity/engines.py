@@ -20,6 +20,7 @@ from vlm_worker.errors import OverloadedError
 from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import (
+    Attends,
     FailedEvent,
     FinishedEvent,
     FinishReason,
@@ -70,6 +71,7 @@ async def running(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_waiting": 4096,
         "max_waiting_images": 4096,
+        "whole_prompts": runner.family.spec.attends is Attends.PREFIX,
         "whole_images": runner.family.spec.attends.keeps_images_whole,
         "strict": True,
     }

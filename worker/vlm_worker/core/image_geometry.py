@@ -1,6 +1,7 @@
 """Computes the patch grid and the number of tokens of an image, exactly as the model's processor.
 
 DynamicProcessor    near the image's own size        tokens grow with its pixels
+FramesProcessor     the same, as two frames          its bounds count the pixels of both
 FixedProcessor      every image becomes one size     a constant number of tokens
 """
 
@@ -147,6 +148,50 @@ class DynamicProcessor(_Fields):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FramesProcessor(DynamicProcessor):
+    """As DynamicProcessor, but a still is `temporal_patch_size` frames for its bounds (GLM-4V).
+
+    `min_pixels` and `max_pixels` bound the pixels of all of them.
+    """
+
+    kind: ClassVar[str] = "frames"
+
+    @property
+    def max_tokens(self) -> int:
+        return max(1, self.max_pixels // self.temporal_patch_size // self.factor**2)
+
+    def capped(self, max_pixels: int) -> FramesProcessor:
+        """`max_pixels` counts those of one frame."""
+        capped = max_pixels * self.temporal_patch_size
+        if max_pixels <= 0 or capped >= self.max_pixels:
+            return self
+        return dataclasses.replace(self, max_pixels=max(self.min_pixels, capped))
+
+    def low_detail_pixels(self, max_pixels: int) -> int:
+        frames = self.temporal_patch_size
+        return max(self.min_pixels, min(max_pixels * frames, self.max_pixels // 4)) // frames
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The size to which transformers' Glm4vImageProcessor resizes an image."""
+        _check_aspect_ratio(height, width, max_ratio=None)
+        factor, frames = self.factor, self.temporal_patch_size
+        if height < factor or width < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        _check_aspect_ratio(height, width, max_ratio=MAX_ASPECT_RATIO)
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if frames * rows * columns > self.max_pixels:
+            shrink = math.sqrt((frames * height * width) / self.max_pixels)
+            rows = max(factor, math.floor(height / shrink / factor) * factor)
+            columns = max(factor, math.floor(width / shrink / factor) * factor)
+        elif frames * rows * columns < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
+            rows = math.ceil(height * grow / factor) * factor
+            columns = math.ceil(width * grow / factor) * factor
+        return rows, columns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FixedProcessor(_Fields):
     """Resizes all images to one size; the tower reads planes (CLIP, SigLIP).
 
@@ -219,7 +264,7 @@ class FixedProcessor(_Fields):
 Processor = DynamicProcessor | FixedProcessor
 
 PROCESSORS: Mapping[str, type[Processor]] = {
-    processor.kind: processor for processor in (DynamicProcessor, FixedProcessor)
+    processor.kind: processor for processor in (DynamicProcessor, FramesProcessor, FixedProcessor)
 }
 
 

@@ -23,10 +23,11 @@ from vlm_kernels import (
     scatter_blocks,
 )
 from vlm_worker.core.block_kinds import BlockKinds
-from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput
+from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs, StepOutput
 from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import Observation, StepContext
+from vlm_worker.model.generic import GenericEncoder
 from vlm_worker.model.gpu.graphs import DecodeGraphs
 from vlm_worker.model.gpu.streams import SingleStream
 from vlm_worker.model.layers import Decoder
@@ -41,7 +42,7 @@ from vlm_worker.model.memory import (
 from vlm_worker.model.reduce import Rankings, merge, rank
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
 from vlm_worker.reduction import Method
-from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage, Stage
+from vlm_worker.types import PLACE_BYTES, Attends, EmbedLayout, KVLayout, PreparedImage, Stage
 from vlm_worker.wire.buffers import HostRegions
 
 
@@ -84,8 +85,9 @@ class ModelRunner:
         self.weights_bytes = loaded.weights_bytes
         self.activation_scales = loaded.activation_scales
         self.kv_layout, self.num_blocks = kv_layout, num_blocks
+        family = self.family
         self.embed_layout = EmbedLayout(
-            revision, self.family.hidden_size, 0, dtype_name(loaded.dtype)
+            revision, family.hidden_size, family.num_levels, dtype_name(loaded.dtype)
         )
         self.vocab_size: int = self._model.config.get_text_config().vocab_size
         self._kv_cache = torch.empty(0)
@@ -94,7 +96,9 @@ class ModelRunner:
         has_pages = kv_layout is not None and self.device.type == "cpu"
         self._kv_pages = KVPrefault(self._kv_cache) if has_pages else None
         self._decoder: Decoder | None = None
-        if loaded.has_lm:
+        self._generic = loaded.generic
+        self.verification = loaded.verification
+        if loaded.has_lm and self._generic is None:
             head = getattr(self._model, self.family.spec.head)
             self._decoder = Decoder(self._model.get_decoder(), head)
         self.graphs: DecodeGraphs | None = None
@@ -102,13 +106,15 @@ class ModelRunner:
         self.windows: WindowCache | None = None
         if window_cache_bytes and loaded.has_encoder:
             self.windows = WindowCache(max_bytes=window_cache_bytes, ttl_seconds=WINDOW_TTL_SECONDS)
-        self._images = ImageEncoder(
+        self._images: ImageEncoder | GenericEncoder = ImageEncoder(
             self._model,
-            self.family.processor,
+            family.processor,
             device=self.device,
             windows=self.windows,
             fingerprint=self.embed_layout.fingerprint,
         )
+        if not family.spec.is_listed:
+            self._images = GenericEncoder(self._model, family, device=self.device)
 
     def work_bytes(self, sizes: WorkSizes) -> int:
         """Estimate the temporary host memory of one step and one encoder call, in bytes.
@@ -273,6 +279,8 @@ class ModelRunner:
 
         A window counts slots, which pruning changes.
         """
+        if not self.family.spec.is_listed:
+            return f"{self.family.model_type} is of an unlisted family, whose KV is not pruned"
         config = self._model.config.get_text_config()
         types = getattr(config, "layer_types", None) or ()
         if any(kind != "full_attention" for kind in types):
@@ -357,6 +365,11 @@ class ModelRunner:
             return replayed
         positions = torch.tensor(inputs.positions, device=self.device)
         rows = torch.tensor(inputs.sample_rows, device=self.device)
+        if self._generic is not None:
+            ids = torch.tensor(inputs.token_ids, device=self.device)
+            step = self._step_context(inputs)
+            images = [(part.dst_start, self._part_rows(part)) for part in inputs.image_rows]
+            return self._generic.logits(ids, images, positions, step, rows)
         return self._decode(self._embed(inputs), positions, self._step_context(inputs), rows)
 
     def _forward(
@@ -379,9 +392,11 @@ class ModelRunner:
         """Token embeddings `[T, D]` with image rows in place of placeholders."""
         embeds = self._rows(torch.tensor(inputs.token_ids, device=self.device))
         for part in inputs.image_rows:
-            rows = self._wait_for(part.embedding)[part.src_start : part.src_start + part.num_rows]
-            embeds[part.dst_start : part.dst_start + part.num_rows] = rows
+            embeds[part.dst_start : part.dst_start + part.num_rows] = self._part_rows(part)
         return embeds
+
+    def _part_rows(self, part: ImageRows) -> torch.Tensor:
+        return self._wait_for(part.embedding)[part.src_start : part.src_start + part.num_rows]
 
     def _wait_for(self, embedding: Embedding) -> torch.Tensor:
         """Make the stream of steps wait for an embedding; returns its rows."""
@@ -411,7 +426,10 @@ class ModelRunner:
         layout = self.kv_layout
         assert layout is not None
 
+        attends = self.family.spec.attends
+
         def make_plan(window: int | None) -> AttentionPlan:
+            in_all_layers = attends is not Attends.IMAGES_SLIDING
             return plan_attention(
                 inputs.query_start,
                 inputs.context_lens,
@@ -419,7 +437,7 @@ class ModelRunner:
                 self._kv_cache,
                 head_dim=layout.head_dim,
                 dtype=self._loaded.dtype,
-                spans=inputs.spans,
+                spans=inputs.spans if in_all_layers or window is not None else (),
                 window=window,
                 num_heads=self._num_heads,
             )

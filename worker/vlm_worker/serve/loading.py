@@ -149,6 +149,7 @@ def _load_model(
         ),
         StepReports(progress).report,
     )
+    family = runner.family  # an unlisted one has the mask that the start found
     return Loaded(
         runner,
         family,

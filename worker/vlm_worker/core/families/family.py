@@ -72,7 +72,7 @@ class FamilySpec:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the family has kernels and modules of its own; else `families.generic` made it."""
+        """Whether it has modules of its own here; else `families.generic` made it."""
         return bool(self.module)
 
 
@@ -87,6 +87,7 @@ class Family:
             them is `image_token_id`, which `expand` repeats.
         vocab_size: ids below it have an embedding.
         max_position_embeddings: the longest sequence of the language model, in tokens.
+        num_levels: rows of each visual token beside the main one, which later layers add.
         window_cells: visual tokens of a window of the vision tower in each direction; 0 if it has
             no windows.
     """
@@ -100,6 +101,7 @@ class Family:
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
+    num_levels: int = 0
     window_cells: int = 0
 
     @property
@@ -200,9 +202,13 @@ class Family:
         """
         ids = np.asarray(token_ids, dtype=np.int64)
         self._check(ids, items)
+        return self.positions_of(len(ids), items)
+
+    def positions_of(self, num_tokens: int, items: Sequence[ImageItem]) -> tuple[np.ndarray, int]:
+        """As `positions`, of items that are known to match their tokens."""
         if self.spec.positions == "rope":
-            return np.arange(len(ids), dtype=np.int64)[None], 0
-        return _mrope(len(ids), items, merge_size=self.processor.merge_size)
+            return np.arange(num_tokens, dtype=np.int64)[None], 0
+        return _mrope(num_tokens, items, merge_size=self.processor.merge_size)
 
     def _check(self, token_ids: np.ndarray, items: Sequence[ImageItem]) -> None:
         """Items must be sorted, disjoint, within the tokens, and cover only placeholders.
