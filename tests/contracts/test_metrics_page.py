@@ -12,6 +12,7 @@ from worker.authority import Authority
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
 from vlm_worker.core.measurements import Histogram
+from vlm_worker.core.probe import Verification
 from vlm_worker.engine.settings import (
     DiskStats,
     EncoderCacheStats,
@@ -27,7 +28,7 @@ from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.metrics import WorkerMetrics
 from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
 from vlm_worker.settings import parse
-from vlm_worker.types import STAGES, Modality, Role
+from vlm_worker.types import STAGES, Attends, Modality, Role
 from vlm_worker.wire.identity_store import IdentityStore
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -53,6 +54,7 @@ def worker_exposition() -> str:
     counters = {
         metric.stats or metric.name: {"text": 1} if metric.label else 1 for metric in COUNTERS
     }
+    state.verification = Verification(Attends.CAUSAL, 1e-6)
     engine = EngineStats(
         encoder_cache=EncoderCacheStats(disk=DiskStats(capacity_bytes=1)),
         session_pins=SessionPinStats({"memory": 1}, {"memory": 1}, {"expired": 1}),

@@ -82,9 +82,7 @@ def chosen_parts(family: Family, wanted: Sequence[Part]) -> tuple[Part, ...]:
         ModelConfigError: the family does not round one of them, or none at all.
     """
     if not family.spec.int8:
-        raise ModelConfigError(
-            f"{family.model_type} is of an unlisted family, which rounds no part"
-        )
+        raise ModelConfigError(f"{family.model_type}: no part of an unlisted family is rounded")
     for part in wanted:
         if part not in family.spec.int8:
             raise ModelConfigError(

@@ -121,6 +121,7 @@ async def build_components(
     files = await asyncio.to_thread(open_embedding_files, settings, loaded)  # reads many files
     engine = _engine(settings, loaded, files, max_model_len=max_model_len)
     server.state.model = loaded.facts
+    server.state.verification = loaded.verification
     server.state.device = loaded.device
     if loaded.device == "cpu" and settings.identity.holds_gpus:
         logger.warning(
