@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from worker.checkpoints import MIN_LOGITS_STD
+
+from vlm_worker.core.families import FAMILIES, generic
 
 VOCAB_SIZE, NUM_TEXT_TOKENS, IMAGE = 448, 340, 440
 IDS = {
@@ -204,6 +207,20 @@ def _gemma4(**more: Any) -> Made:
     return "gemma4", fields, _square("SiglipImageProcessor")
 
 
+def _internvl() -> Made:
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": [56, 56], "patch_size": [14, 14],
+    }  # fmt: skip
+    fields = {
+        "text_config": _text("qwen3"),
+        "vision_config": vision,
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+    }
+    return "internvl", fields, {**_square("GotOcr2ImageProcessorFast"), "max_patches": 6}
+
+
 LANGUAGE_MODELS: Mapping[str, Callable[[], Made]] = {
     "gemma4": _gemma4,
     "gemma4_wide": lambda: _gemma4(global_head_dim=32),
@@ -220,11 +237,19 @@ UNLISTED: Mapping[str, Callable[[], Made]] = {
     "glm_ocr": lambda: _glm(
         "glm_ocr", "Glm46VImageProcessor", _text(rope_parameters=_mrope([2, 3, 3]))
     ),
+    "internvl": _internvl,
     "paligemma": lambda: _paligemma("gemma"),
     "paligemma2": lambda: _paligemma("gemma2"),
     "qwen2_5_vl": _qwen2_5,
     "qwen3_vl": lambda: _qwen3("qwen3_vl"),
     "qwen3_vl_moe": lambda: _qwen3("qwen3_vl_moe", **_EXPERTS),
 }
-"""Makers of model type, `config.json` and processor. gemma3 and qwen2_5_vl are listed: a test may
-remove their lines from `FAMILIES`."""
+"""Makers of model type, `config.json` and processor; `unlist` says why two are listed types."""
+
+
+def unlist(patch: pytest.MonkeyPatch) -> None:
+    """Let the generic path compute what is listed, or what it refuses for its images."""
+    for name in ("gemma3", "qwen2_5_vl"):
+        patch.delitem(FAMILIES, name)  # type: ignore[arg-type]
+    for name in ("gemma3", "gemma4", "qwen2_5_vl"):
+        patch.setitem(generic.MODEL_TYPES, name, (None,))  # type: ignore[attr-defined]

@@ -252,12 +252,7 @@ def test_a_checkpoint_with_the_flat_configuration_of_older_releases_loads() -> N
 @pytest.mark.parametrize(
     ("config", "processor", "problem"),
     [
-        pytest.param(
-            {"model_type": "gpt2", "vision_config": None},
-            {},
-            "model_type is 'gpt2'.*qwen2_5_vl",
-            id="family",
-        ),
+        pytest.param({"model_type": "gpt2"}, {}, "model_type is 'gpt2'.*qwen2_5_vl", id="family"),
         pytest.param({"model_type": None}, {}, "model_type must be a string", id="no family"),
         pytest.param({"image_token_id": "5"}, {}, "image_token_id must be", id="type"),
         pytest.param({"text_config": 1}, {}, "text_config must be an object", id="object"),

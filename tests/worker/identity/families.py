@@ -103,6 +103,7 @@ def _around(family: Family) -> tuple[list[int], list[int]]:
 _MODULES = {
     "CLIPImageProcessor": "clip",
     "Gemma3ImageProcessor": "gemma3",
+    "GotOcr2ImageProcessor": "got_ocr2",
     "Glm46VImageProcessor": "glm46v",
     "Glm4vImageProcessor": "glm4v",
     "Qwen2VLImageProcessor": "qwen2_vl",
@@ -119,7 +120,8 @@ def image_processor(model_dir: Path, family: Family) -> Any:
 
 
 def _prepared(model_dir: Path, family: Family, image: Image.Image) -> PreparedImage:
-    made = image_processor(model_dir, family)(images=[image], return_tensors="np")
+    crops = {"crop_to_patches": True} if family.processor.kind == "tiles" else {}
+    made = image_processor(model_dir, family)(images=[image], return_tensors="np", **crops)
     values = np.ascontiguousarray(made["pixel_values"], np.float32)
     geometry = family.geometry(image.height, image.width)
     key = hashlib.sha256(str(geometry).encode() + values.tobytes()).digest()

@@ -97,7 +97,8 @@ def _images(config: Any, question: Question) -> dict[str, torch.Tensor]:
         [torch.from_numpy(np.frombuffer(p.patches, np.float32)) for p in question.prepared_images]
     )
     if not hasattr(config.vision_config, "spatial_merge_size"):
-        side = config.vision_config.image_size
+        size = config.vision_config.image_size
+        side = size if isinstance(size, int) else size[0]
         return {**inputs, "pixel_values": values.view(-1, 3, side, side)}
     grids = torch.tensor([image.grid_thw for image in question.prepared_images])
     return {

@@ -132,7 +132,7 @@ def without(name: str) -> Callable[[Path], None]:
         ),
         pytest.param(
             lambda d: edit(d, lambda c: c.update(model_type="llama")),
-            r"model_type is 'llama', .* no image-text-to-text model .* use .*docs/families\.md",
+            r"model_type is 'llama', .* use .*qwen2_5_vl.*docs/families\.md",
             id="another family",
         ),
         pytest.param(

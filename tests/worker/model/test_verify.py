@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from worker.identity.engines import make_runner
-from worker.unlisted_checkpoints import make_unlisted
+from worker.unlisted_checkpoints import make_unlisted, unlist
 
-from vlm_worker.core.families import FAMILIES, Family, ModelConfigError
+from vlm_worker.core.families import Family, ModelConfigError
+from vlm_worker.core.families.generic import MODEL_TYPES
 from vlm_worker.model import generic, runner
 from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.loader import load_model
@@ -29,7 +30,7 @@ MASKS = {
 
 @pytest.fixture(autouse=True)
 def only_unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(FAMILIES, "gemma3")  # type: ignore[arg-type]
+    unlist(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +179,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_a_type_that_transformers_cannot_compute_apart_is_refused(
-    models: Callable[[str], Path], tmp_path: Path, change: Any, message: str
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    message: str,
 ) -> None:
+    for name in ("mllama", "qwen9_vl"):
+        monkeypatch.setitem(MODEL_TYPES, name, (None,))  # type: ignore[arg-type]
     with pytest.raises(ModelConfigError, match=message):
         start(changed(models, tmp_path, "qwen3_vl", change))
 

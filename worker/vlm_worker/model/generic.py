@@ -19,7 +19,7 @@ import torch
 
 from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.families import Family
-from vlm_worker.core.image_geometry import DynamicProcessor, Processor
+from vlm_worker.core.image_geometry import DynamicProcessor, Processor, TilesProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import EngineError
 from vlm_worker.model.attention import StepContext, step_of_thread
@@ -196,6 +196,8 @@ def encoder_inputs(processor: Processor, image: PreparedImage) -> dict[str, torc
     if isinstance(processor, DynamicProcessor):
         grid = torch.tensor([image.grid_thw], dtype=torch.int64)
         return {"pixel_values": values.view(-1, processor.patch_dim), "image_grid_thw": grid}
+    if isinstance(processor, TilesProcessor):
+        return {"pixel_values": values.view(-1, 3, processor.side, processor.side)}
     return {"pixel_values": values.view(1, 3, processor.height, processor.width)}
 
 

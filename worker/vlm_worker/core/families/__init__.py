@@ -5,7 +5,7 @@
     processor ────┘     a Family         ├─▶ engine    positions, whether images stay whole
                                          └─▶ model     names of the modules of each half
 
-A model type without a line in `FAMILIES` is of an unlisted family (`families.generic`).
+Some model types without a line in `FAMILIES` are unlisted families (`families.generic`).
 
 To add a family, add a module with its `FamilySpec` and a line in `FAMILIES`. If its geometry or
 positions differ, add a `Processor` to `image_geometry` or a function beside `Family.positions`.
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vlm_worker.core.families import gemma3, llava, qwen_vl
-from vlm_worker.core.families.family import Detail, Family, FamilySpec, Files
-from vlm_worker.core.families.generic import parse_unlisted
+from vlm_worker.core.families.family import ControlToken, Detail, Family, FamilySpec, Files
+from vlm_worker.core.families.generic import MODEL_TYPES, parse_unlisted
 from vlm_worker.core.image_geometry import Geometry, Processor
 from vlm_worker.core.model_files import ConfigFields, ModelConfigError, read_json
 
@@ -66,17 +66,16 @@ def parse_family(
     )
     model_type = files.config.text("model_type")
     spec = FAMILIES.get(model_type)
-    if spec is None and "vision_config" in files.config:
-        _check_not_quantized(files.config)
-        return parse_unlisted(files)
-    if spec is None:
-        families = ", ".join(sorted(FAMILIES))
+    if spec is None and model_type not in MODEL_TYPES:
+        types = ", ".join(sorted({*FAMILIES, *MODEL_TYPES}))
         raise files.config.error(
             "model_type",
-            f"is {model_type!r}, which is not served without a vision_config; use a model of one "
-            f"of these families: {families} (docs/families.md lists models and limits)",
+            f"is {model_type!r}, which is not served; use a model of one of these types: {types} "
+            "(docs/families.md lists models and limits)",
         )
     _check_not_quantized(files.config)
+    if spec is None:
+        return parse_unlisted(files)
     return spec.parse(spec, files)
 
 
@@ -97,6 +96,7 @@ def _check_not_quantized(config: ConfigFields) -> None:
 
 __all__ = [
     "FAMILIES",
+    "ControlToken",
     "Detail",
     "Family",
     "FamilySpec",

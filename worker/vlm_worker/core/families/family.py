@@ -77,13 +77,20 @@ class FamilySpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ControlToken:
+    """A control token whose id only the tokenizer has."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Family:
     """The facts of one model that are known without its weights.
 
     Attributes:
         image_token_id: the placeholder; an expanded prompt has one per visual token.
         marker_token_id: the token that a chat template writes for an image.
-        image_text: the replacement of the marker, in order: text, or ids of control tokens. One of
+        image_text: the replacement of the marker, in order: text, or control tokens. One of
             them is `image_token_id`, which `expand` repeats.
         vocab_size: ids below it have an embedding.
         max_position_embeddings: the longest sequence of the language model, in tokens.
@@ -97,7 +104,7 @@ class Family:
     processor: Processor
     image_token_id: int
     marker_token_id: int
-    image_text: tuple[int | str, ...]
+    image_text: tuple[int | str | ControlToken, ...]
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int

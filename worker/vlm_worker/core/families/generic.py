@@ -13,12 +13,19 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from vlm_worker.core.families.family import Family, FamilySpec, Files, pixel_fields
+from vlm_worker.core.families.family import (
+    ControlToken,
+    Family,
+    FamilySpec,
+    Files,
+    pixel_fields,
+)
 from vlm_worker.core.image_geometry import (
     DynamicProcessor,
     FixedProcessor,
     FramesProcessor,
     Processor,
+    TilesProcessor,
 )
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.types import Attends
@@ -43,8 +50,24 @@ TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, int]]] = {
 """transformers' defaults, which published files of these language models leave out."""
 
 
+MODEL_TYPES: Final[Mapping[str, tuple[ControlToken | None, ...]]] = {
+    "glm46v": (None,),
+    "glm4v": (None,),
+    "glm4v_moe": (None,),
+    "glm_ocr": (None,),
+    "internvl": (ControlToken("<img>"), None, ControlToken("</img>")),
+    "paligemma": (None,),
+    "qwen3_vl": (None,),
+    "qwen3_vl_moe": (None,),
+}
+"""What the processor of a type writes for an image; None is its placeholders.
+
+No start can show this without a tokenizer, so a type that is absent here is refused.
+"""
+
+
 def parse_unlisted(files: Files) -> Family:
-    """The Family of a model type that is not listed.
+    """The Family of one of MODEL_TYPES.
 
     Raises:
         ModelConfigError: a field has a value that no unlisted family may have.
@@ -67,7 +90,9 @@ def parse_unlisted(files: Files) -> Family:
         processor=_PROCESSORS[kind](files, spec),
         image_token_id=image_token_id,
         marker_token_id=image_token_id,
-        image_text=(image_token_id,),
+        image_text=tuple(
+            image_token_id if part is None else part for part in MODEL_TYPES[model_type]
+        ),
         num_levels=len(levels),
         **sizes,
     )
@@ -184,10 +209,33 @@ def _stretched(files: Files, spec: FamilySpec, *, resample: int = 3) -> FixedPro
     )
 
 
+def _tiles(files: Files, spec: FamilySpec) -> TilesProcessor:
+    """InternVL's, whatever `crop_to_patches` is: the processor around it always cuts images."""
+    config, fields = files.config, files.image_processor
+    fields.must_be("min_patches", 1, None)
+    size, patch_sizes = fields.child("size"), config.child("vision_config").counts("patch_size")
+    side, tokens = size.count("height", 384), config.count("image_seq_length", 256)
+    patches = side // patch_sizes[0]
+    merge_size = max(1, round(patches / tokens**0.5))
+    is_square = len({side, size.count("width", 384)}) == len(set(patch_sizes)) == 1
+    if not is_square or side % patch_sizes[0] or (patches // merge_size) ** 2 != tokens:
+        raise fields.error("size", f"is not that of square tiles of {tokens} tokens")
+    if files.processor.count("image_seq_length", tokens) != tokens:
+        raise files.processor.error("image_seq_length", f"is not {tokens}, as in config.json")
+    return TilesProcessor(
+        patch_size=patch_sizes[0],
+        merge_size=merge_size,
+        side=side,
+        max_tiles=fields.count("max_patches", 12),
+        **pixel_fields(fields, spec),
+    )
+
+
 _PROCESSORS: Final[Mapping[str, Callable[[Files, FamilySpec], Processor]]] = {
     "Gemma3ImageProcessor": functools.partial(_stretched, resample=2),
     "Glm46VImageProcessor": _frames,
     "Glm4vImageProcessor": _frames,
+    "GotOcr2ImageProcessor": _tiles,
     "Qwen2VLImageProcessor": _dynamic,
     "SiglipImageProcessor": _stretched,
 }
