@@ -31,6 +31,9 @@ FAMILIES: Mapping[str, FamilySpec] = {
 }
 
 
+_HINTS = {"internvl_chat": "use the repository whose name ends in -HF, or another model"}
+
+
 def load_family(model_dir: str | Path) -> Family:
     """Read `config.json` and the processor's files of a model directory.
 
@@ -68,9 +71,10 @@ def parse_family(
     spec = FAMILIES.get(model_type)
     if spec is None and model_type not in MODEL_TYPES:
         types = ", ".join(sorted({*FAMILIES, *MODEL_TYPES}))
+        fix = _HINTS.get(model_type, "use a model")
         raise files.config.error(
             "model_type",
-            f"is {model_type!r}, which is not served; use a model of one of these types: {types} "
+            f"is {model_type!r}, which is not served; {fix} of one of these types: {types} "
             "(docs/families.md lists models and limits)",
         )
     _check_not_quantized(files.config)
