@@ -34,7 +34,8 @@ sys.path.insert(0, str(ROOT / "worker"))
 
 from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.errors import WorkerError  # noqa: E402
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart  # noqa: E402
+from vlm_worker.gateway.api.parts import ImagePart, TextPart  # noqa: E402
+from vlm_worker.gateway.api.requests import Message  # noqa: E402
 from vlm_worker.gateway.config import Config  # noqa: E402
 from vlm_worker.gateway.conversation import Conversation  # noqa: E402
 from vlm_worker.gateway.images import read_images  # noqa: E402

@@ -73,6 +73,7 @@ OTHERS = (
     "model",
     "media",
     "gateway_overhead",
+    "gateway_speed",
     "hostile_mix",
     "overload",
     "stealing",
@@ -242,6 +243,11 @@ def _run(command: Sequence[str], max_seconds: float) -> tuple[int, str]:
             process.send_signal(signal.SIGINT)
             raise
         return process.returncode, output
+
+
+def measured() -> dict[str, object]:
+    """The machine and the commit, for a benchmark that records its own lines."""
+    return {key: value for key, value in _machine().items() if key != "bench"}
 
 
 def _commit() -> str:

@@ -20,8 +20,9 @@ from probes import MAX_PROBE_RATIO
 Line = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
-FILES = ("latest.jsonl", "peers.jsonl", "visual_tokens.jsonl", "visual_speed.jsonl")
-APART = frozenset({"visual_tokens", "visual_speed"})
+ALONE = ("visual_tokens", "visual_speed", "gateway_speed")
+FILES = ("latest.jsonl", "peers.jsonl", *(f"{name}.jsonl" for name in ALONE))
+APART = frozenset(ALONE)
 """Benchmarks that record figures themselves, if asked."""
 OTHER = "machine-"
 MAX_BY_OTHERS = 0.1

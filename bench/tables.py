@@ -207,6 +207,27 @@ def cache(lines: Sequence[Line]) -> Cells:
     return [("ratio (floor)", *(line["model"] for line in found)), *rows]
 
 
+def gateway(lines: Sequence[Line]) -> Cells:
+    """One row per case: what one gateway serves, and the cores that each process used."""
+    names = {
+        "requests": "answers of 4 tokens",
+        "half": "the same, half the load",
+        "stream": "streamed tokens",
+    }
+
+    def cells(line: Line) -> Sequence[str]:
+        goal = f"{line['goal']:g}, {'met' if line['met'] else 'not met'}" if "goal" in line else ""
+        cores = (f"{line[f'{who}_cores']:.2f}" for who in ("gateway", "worker", "client", "other"))
+        times = _numbers(line["p50_ms"], line["p95_ms"]) if line["what"] == "half" else ("", "")
+        (rate,) = _numbers(line["per_second"])
+        each = _numbers(line["gateway_us"], line["per_gateway_core"])
+        return names[line["what"]], rate, goal, *each, *cores, *times
+
+    heads = "per second", "goal", "µs of gateway each", "per second and gateway core"
+    cores = "cores: gateway", "worker", "clients", "others"
+    return [("", *heads, *cores, "p50, ms", "p95, ms"), *map(cells, _of(lines, "gateway_speed"))]
+
+
 def accuracy(lines: Sequence[Line]) -> Cells:
     """One row per type of weights."""
     return [
@@ -233,6 +254,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Line]], Cells]]] = {
     "decode": ("decode", decode),
     "paged_attention": ("paged_attention", paged_attention),
     "cache": ("cache", cache),
+    "gateway": ("gateway_speed", gateway),
     "accuracy": ("int8_accuracy", accuracy),
     "visual_tokens": (visual_report.BENCH, visual_report.summary),
     "visual_kinds": (visual_report.BENCH, visual_report.kinds),

@@ -36,7 +36,8 @@ from visual_questions import KINDS, SEED, Question, draw, token_ids
 from vlm_worker.core.activation_scales import ActivationScales, processor_hash
 from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.relevance import allocate
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.visual import Choice, VisualLimits, VisualPolicy
 from vlm_worker.media.patches import PLAIN_CUTTER, model_pixels
 from vlm_worker.media.texture import pixel_relevance

@@ -35,7 +35,8 @@ from worker.identity.questions import SHAPES
 from vlm_worker.core.pruning import MIN_HISTORY_TOKENS
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.types import (
     FailedEvent,

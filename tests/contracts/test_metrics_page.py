@@ -11,6 +11,7 @@ from worker.authority import Authority
 
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
+from vlm_worker.attends import Attends
 from vlm_worker.core.measurements import Histogram
 from vlm_worker.core.probe import Verification
 from vlm_worker.engine.settings import (
@@ -22,13 +23,14 @@ from vlm_worker.engine.settings import (
 )
 from vlm_worker.engine.state import COUNTERS
 from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.gateway.rate_limits import Account
 from vlm_worker.gateway.session_prefetch import OUTCOMES
 from vlm_worker.media.pool import REFUSALS, MediaTimes
 from vlm_worker.roles.context import TransferStats
 from vlm_worker.server.metrics import WorkerMetrics
 from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
 from vlm_worker.settings import parse
-from vlm_worker.types import STAGES, Attends, Modality, Role
+from vlm_worker.types import STAGES, Modality, Role
 from vlm_worker.wire.identity_store import IdentityStore
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -80,6 +82,7 @@ def gateway_exposition(identity: IdentityStore | None = None) -> str:
     meters.next_token(0.1)
     meters.record_images(["native"], 64)
     meters.request("ok")
+    meters.accounts = {"team-a": Account()}
     return meters.exposition(num_inflight=0, accepting=True).decode()
 
 

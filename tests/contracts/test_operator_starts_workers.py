@@ -17,6 +17,9 @@ from vlm_operator.cluster import Manifest
 from vlm_operator.pods.gateway import gateway_config
 from vlm_operator.reconcile.decisions import Options, plan_turn
 from vlm_worker.gateway.config import Config
+from vlm_worker.gateway.cors import Cors
+from vlm_worker.gateway.cors import problem_of as cors_problem
+from vlm_worker.gateway.rate_limits import TenantLimits
 from vlm_worker.gateway.visual import TenantVisual, Tier, VisualLimits, problem_of
 from vlm_worker.settings import GatewaySettings, WorkerSettings, parse
 from vlm_worker.weights import canonical
@@ -220,6 +223,11 @@ def test_the_gateways_configuration_has_the_keys_of_the_contract():
     manifest = service_manifest(
         {"policy": "Auto", "tenants": [{"name": "team-a", "visual": "Low"}]}
     )
+    manifest["spec"]["gateway"] = {
+        "tenants": [{"name": "*", "requestsPerMinute": 600}, {"name": "team-a", "weight": 2}],
+        "cors": {"allowedOrigins": ["https://app.example.com"]},
+        "accessLog": True,
+    }
     written = keys(gateway_config(service(manifest)))
     assert isinstance(written, dict)
     written["slo"]["overrides"] = keys(contract)["slo"]["overrides"]  # type: ignore[index]
@@ -271,6 +279,30 @@ def test_a_gateway_knows_every_method_of_a_tier(method: TierMethod):
 
 def test_a_service_without_visual_limits_has_the_file_of_earlier_releases():
     assert "visual" not in gateway_config(service())["limits"]
+
+
+def test_a_service_without_limits_of_tenants_has_the_file_of_earlier_releases():
+    assert not {"tenants", "cors", "access_log"} & set(gateway_config(service()))
+
+
+def test_a_gateway_reads_the_tenants_and_origins_that_the_operator_writes():
+    manifest: Manifest = body()
+    manifest["spec"]["gateway"] = {
+        "tenants": [
+            {"name": "*", "requestsPerMinute": 60, "tokensPerMinute": 9000},
+            {"name": "team-a", "concurrentRequests": 3, "weight": 2},
+        ],
+        "cors": {"allowedOrigins": ["https://a.example"], "allowedHeaders": ["x-a"]},
+        "accessLog": True,
+    }
+    read = msgspec.json.decode(json.dumps(gateway_config(service(manifest))), type=Config)
+    assert read.tenants == {
+        "*": TenantLimits(requests_per_minute=60, tokens_per_minute=9000),
+        "team-a": TenantLimits(concurrent_requests=3, weight=2),
+    }
+    assert read.cors == Cors(("https://a.example",), ("x-a",))
+    assert cors_problem(read.cors) is None
+    assert read.access_log
 
 
 def test_the_defaults_of_a_gateway_are_the_operators():

@@ -23,7 +23,7 @@ WORKER_FLAGS = set(COMMANDS.choices["decode"]._option_string_actions)
 MAY_BE_REPLACED = {
     "--weights", "--embedding-disk-dir", "--embedding-disk-bytes", "--embedding-disk-age-seconds",
     "--activation-scales", "--activation-scales-hash", "--session-pin-seconds",
-    "--session-prefetch",
+    "--session-prefetch", "--client-embeddings",
 }  # fmt: skip
 """Users may set these for one pool: other types of weights and scales, a volume of their own, other
 times of pins. Gateways take no further arguments."""

@@ -221,6 +221,9 @@ def test_kv_of_one_modality_in_int8_has_the_workers_bytes_per_token(
         return
     narrow, other = planned
     assert (narrow * 16, other) == (layout().block_bytes, layout().token_bytes)
+    facts = dataclasses.replace(both.facts, dtype=dtype)
+    kinds = [capacity.kv_token_bytes(facts, f"{modality}=int8", share) for share in (0.0, 1.0)]
+    assert kinds == ([narrow, other] if modality == "text" else [other, narrow])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -237,9 +240,12 @@ def test_visual_kv_in_4_bits_has_the_workers_bytes_per_token(both: Both, dtype: 
         return
     narrow, other = planned
     assert (narrow * 32, other) == (layout().block_bytes, layout().token_bytes)
+    facts = dataclasses.replace(both.facts, dtype=dtype)
+    kinds = [capacity.kv_token_bytes(facts, "vision=kivi4", share) for share in (0.0, 1.0)]
+    assert kinds == [other, narrow]
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8", "fp8"])
 def test_kv_and_embeddings_have_the_workers_bytes_per_token(both: Both, kv_dtype: str):
     text = both.module.config.get_text_config()
     layout = make_kv_layout(text, "r", dtype=torch.bfloat16, kv_dtype=kv_dtype, block_size=16)

@@ -40,6 +40,7 @@ def planned() -> TurnPlan:
     manifest["spec"].pop("identity")
     manifest["spec"]["gateway"].pop("tls")
     manifest["spec"]["gateway"].pop("sessionPrefetch")
+    manifest["spec"]["gateway"].pop("clientEmbeddings")
     for pool in manifest["spec"]["pools"].values():
         pool.pop("podTemplate", None)
         pool.get("kv", {}).pop("visualPercent", None)

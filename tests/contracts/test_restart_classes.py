@@ -61,6 +61,7 @@ SETTLED = {
     "spec.gateway.patienceSeconds": Restarts.GATEWAY,
     "spec.gateway.clientPriority": Restarts.GATEWAY,
     "spec.gateway.sessionPrefetch": Restarts.GATEWAY,
+    "spec.gateway.clientEmbeddings": Restarts.GATEWAY,
     "spec.gateway.podTemplate": Restarts.GATEWAY,
     "spec.transfer": Restarts.PODS,
     "spec.tracing": Restarts.PODS,

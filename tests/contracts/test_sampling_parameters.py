@@ -41,6 +41,8 @@ MEANINGS = {
     "min_tokens": {
         "worker/vlm_worker/core/persistent_batch.py",  # until when no token ends an answer
         "worker/vlm_worker/core/request_validation.py",  # at most `max_tokens`, no grammar
+        "worker/vlm_worker/abilities.py",
+        "worker/vlm_worker/gateway/api/completions.py",  # none without an answer
         "worker/vlm_worker/gateway/api/requests.py",  # the same, before a worker sees it
         "worker/vlm_worker/gateway/request_preparation.py",
         "worker/vlm_worker/gateway/sampling_defaults.py",

@@ -23,6 +23,7 @@ from vlm_worker.testing import (
     plain_positions,
     slot_values,
 )
+from vlm_worker.testing_scores import prompt_logprob
 from vlm_worker.types import ImageItem, PreparedImage, Request
 
 
@@ -61,6 +62,19 @@ def folded_positions(
     line = np.cumsum(steps) - steps
     last = int(line[-1]) + 1 if len(line) else 0
     return np.stack([line, line, line + column]), last - len(token_ids)
+
+
+def prompt_alone(
+    request: Request,
+    *,
+    positions: Callable[
+        [Sequence[int], Sequence[ImageItem]], tuple[np.ndarray, int]
+    ] = plain_positions,
+) -> list[float]:
+    """The log-probabilities of a prompt of text, from its second token on."""
+    ids = request.token_ids[: request.num_prompt_tokens]
+    context = slot_values(np.array(ids, np.int64), positions(ids, ())[0])
+    return [prompt_logprob(context[:index], ids[index]) for index in range(1, len(ids))]
 
 
 def answer_alone(

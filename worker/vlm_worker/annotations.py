@@ -31,10 +31,13 @@ MAX_LABEL = 64
 MAX_TEXT = 1024
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1024
+"""Tokens of a prompt whose log-probabilities are in one message, of at most 4 MiB."""
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_STOP_TOKENS = 256
+MAX_WEIGHTED_SECONDS = 1e9
 MAX_TEMPERATURE = 100.0
 MAX_GRAMMAR_BYTES = 256 << 10
 
@@ -150,11 +153,12 @@ def max_bytes(maximum: int) -> Bound:
     return Bound(lambda x: len(x) <= maximum, f"have at most {maximum} bytes", len)
 
 
-def grid() -> Bound:
-    """A patch grid (time, height, width)."""
+def grid(*, may_lack: bool = False) -> Bound:
+    """A patch grid (time, height, width); with `may_lack`, also nothing."""
+    lengths = (0, 3) if may_lack else (3,)
     return Bound(
-        lambda x: len(x) == 3 and all(0 < side < 1 << 16 for side in x),
-        "be three positive numbers below 65536",
+        lambda x: len(x) in lengths and all(0 < side < 1 << 16 for side in x),
+        "be three positive numbers below 65536" + (", or none" if may_lack else ""),
         lambda x: list(x)[:4],
     )
 

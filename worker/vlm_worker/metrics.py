@@ -86,6 +86,9 @@ SESSION_PREFETCHES_TOTAL: Final = "triptych_session_prefetches_total"  # counter
 LENT_REQUESTS_TOTAL: Final = "triptych_lent_requests_total"
 IMAGE_FETCHES_TOTAL: Final = "triptych_image_fetches_total"
 IMAGE_FETCH_SECONDS: Final = "triptych_image_fetch_seconds"
+TENANT_REQUESTS_TOTAL: Final = "triptych_tenant_requests_total"  # counter {tenant}
+TENANT_TOKENS_TOTAL: Final = "triptych_tenant_tokens_total"  # counter {tenant, kind}
+TENANT_REFUSED_TOTAL: Final = "triptych_tenant_refused_total"  # counter {tenant, limit}
 # counter {bound}: the values of `gateway.memory.Bound`
 GATEWAY_REFUSED_TOTAL: Final = "triptych_gateway_refused_total"
 GATEWAY_MEMORY_BYTES: Final = "triptych_gateway_memory_bytes"  # gauge {kind}: body, prompt

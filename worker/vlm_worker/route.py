@@ -22,7 +22,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from vlm_worker.types import Role, Stage
+from vlm_worker import abilities
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 # If the home has this much more to do, the least loaded pod is chosen instead. A pod that holds a
 # share of the request may have this share of it more to do.
@@ -34,10 +35,6 @@ AFFINITY_SLACK_SECONDS = 0.5
 LENDING_MARGIN_SECONDS = 0.02
 LENDING_MAX_LOST_SHARE = 0.5
 """A request is not lent for a shorter wait if more of it would be computed again."""
-
-UNCONSTRAINED = "no decode pod that constrains answers is ready"
-"""The reason of a request with a grammar if no pod, or only an older one, could decode it."""
-NO_MINIMUM = "no decode pod that obeys 'min_tokens' is ready"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class Candidate:
         num_images: images that an encoder which lends has to encode.
         work_queued_seconds: of an encoder that lends, that of images alone.
         lent_queued_seconds: the queued work of its lent requests.
-        grammars, min_tokens: it constrains answers to a grammar, and obeys `min_tokens`.
+        grammars, min_tokens, prompt_logprobs, embed_layout: what it does of `abilities`.
     """
 
     name: str
@@ -79,6 +76,8 @@ class Candidate:
     lent_queued_seconds: float = 0.0
     grammars: bool = False
     min_tokens: bool = False
+    prompt_logprobs: bool = False
+    embed_layout: EmbedLayout | None = None
 
     @property
     def lends(self) -> bool:
@@ -111,8 +110,7 @@ class Demand:
         image_digest: of the images' bytes; empty without images.
         prefix_digest: of the prompt's beginning.
         needs_decode: more than one token may follow.
-        constrained: the answer has a grammar, which a pod without `grammars` would ignore.
-        has_minimum: it has `min_tokens`, which a pod without `min_tokens` would ignore.
+        constrained, has_minimum, is_scored, embed_layout: what an older pod ignores (`abilities`).
         inline: if no encoder pod exists, the pod that computes the prompt may encode images.
         num_image_tokens: visual tokens of its images, each image once.
         cached_images: of these, those that a pod is known to hold, by boot id.
@@ -125,6 +123,8 @@ class Demand:
     needs_decode: bool = True
     constrained: bool = False
     has_minimum: bool = False
+    is_scored: bool = False
+    embed_layout: EmbedLayout | None = None
     inline: bool = True
     num_image_tokens: int = 0
     cached_images: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
@@ -233,19 +233,13 @@ def another_decode(
 def _able(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, ...]:
     """The ready pods, with the stages that they have for this request.
 
-    A pod that would ignore a sampling parameter of the request, as an older one, only encodes.
+    A pod that would ignore a sampling parameter of the request, as an older one, only encodes. One
+    that would read an embedding as a file does not encode.
     """
     ready = tuple(c for c in candidates if c.ready)
-    if not (demand.constrained or demand.has_minimum):
+    if not abilities.asks(demand):
         return ready
-    encoder = frozenset({Stage.ENCODER})
-    return tuple(
-        c if _obeys(c, demand) else dataclasses.replace(c, stages=c.stages & encoder) for c in ready
-    )
-
-
-def _obeys(pod: Candidate, demand: Demand) -> bool:
-    return pod.grammars >= demand.constrained and pod.min_tokens >= demand.has_minimum
+    return tuple(dataclasses.replace(c, stages=abilities.able_stages(c, demand)) for c in ready)
 
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
@@ -373,8 +367,7 @@ def _rest_of_route(usable: _Usable, demand: Demand, decode: Choice | None) -> Ro
 def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.DECODE)
     if not pods:
-        plain = NO_MINIMUM if demand.has_minimum else "no decode pod is ready"
-        reason = UNCONSTRAINED if demand.constrained else plain
+        reason = abilities.reason_of(demand, "no decode pod is ready")
         return NoRoute(Stage.DECODE, reason)
     large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
     if not large:
@@ -410,7 +403,8 @@ def _prefills_where_it_decodes(usable: _Usable) -> bool:
 def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.PREFILL)
     if not pods:
-        return NoRoute(Stage.PREFILL, "no prefill pod is ready that agrees with the decode pod")
+        plain = "no prefill pod is ready that agrees with the decode pod"
+        return NoRoute(Stage.PREFILL, abilities.UNSCORED if demand.is_scored else plain)
     if pods[0].role is not Role.PREFILL and decode and Stage.PREFILL in decode.pod.stages:
         return dataclasses.replace(decode, reason="no prefill pool: where it decodes")
     return _at_home(pods, _cached_prefix(demand), last_resort)
@@ -425,7 +419,8 @@ def _encoder(usable: _Usable, demand: Demand, prefill: Choice) -> Choice | NoRou
     )
     pods, last_resort = dataclasses.replace(usable, pods=agreeing).pool(Stage.ENCODER)
     if not pods:
-        return NoRoute(Stage.ENCODER, "no pod that encodes images is ready")
+        plain = "no pod that encodes images is ready"
+        return NoRoute(Stage.ENCODER, abilities.NO_EMBEDDINGS if demand.embed_layout else plain)
     if pods[0].role is not Role.ENCODER and Stage.ENCODER in prefill.pod.stages:
         return Choice(prefill.pod, "no encoder pool: where it prefills", prefill.last_resort)
     images = _Cached(demand.image_digest, "images", demand.cached_images, demand.num_image_tokens)

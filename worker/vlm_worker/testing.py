@@ -28,6 +28,7 @@ from vlm_worker.core.step_values import (
 from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
 from vlm_worker.reduction import Cells, Reduction
+from vlm_worker.testing_scores import checksum_scores
 from vlm_worker.types import (
     PLACE_BYTES,
     EmbedLayout,
@@ -158,7 +159,14 @@ class ChecksumRunner:
         self._kv.reshape(-1)[places] = slot_values(contents, inputs.positions) ^ form
         ends = inputs.query_start[1:] - 1
         sampled = np.searchsorted(ends, inputs.sample_rows)
-        return self.choose([self._context(inputs, int(s)) for s in sampled], inputs.sampling)
+        output = self.choose([self._context(inputs, int(s)) for s in sampled], inputs.sampling)
+        if inputs.scored is None:
+            return output
+        contexts, scored = [], inputs.scored.rows
+        for row, s in zip(scored.tolist(), np.searchsorted(ends, scored).tolist(), strict=True):
+            context, num_later = self._context(inputs, s), int(ends[s]) - row
+            contexts.append(None if context is None else context[: len(context) - num_later])
+        return dataclasses.replace(output, scores=checksum_scores(contexts, inputs.scored))
 
     def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
         """The token after each of R contexts of numbers; None is a context with poison."""

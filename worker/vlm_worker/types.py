@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 from vlm_worker import annotations as an
 from vlm_worker.annotations import Between, Parameter
+from vlm_worker.attends import Attends
 from vlm_worker.reduction import Cells, Reduction, cells_of, num_kept
 
 
@@ -40,24 +41,6 @@ class Modality(enum.StrEnum):
     VIDEO = "video"
 
 
-class Attends(enum.StrEnum):
-    """Which later tokens a token sees, besides itself and those before it.
-
-    IMAGES: those of its own image. IMAGES_SLIDING: the same, in layers with a sliding window alone.
-    PREFIX: those of the whole prompt.
-    """
-
-    CAUSAL = "causal"
-    IMAGES = "images"
-    IMAGES_SLIDING = "images-sliding"
-    PREFIX = "prefix"
-
-    @property
-    def keeps_images_whole(self) -> bool:
-        """Whether one step must compute all tokens of an image."""
-        return self is not Attends.CAUSAL
-
-
 class FinishReason(enum.StrEnum):
     """Why an answer ended on this worker. DRAINED: it continues on another one."""
 
@@ -86,8 +69,9 @@ class SamplingParams:
     `frequency_penalty` and `presence_penalty` lower the logits of tokens that are in the answer, as
     OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
     (token id, bias) pairs in the order of their ids. `num_logprobs` n requests log-probabilities
-    of the chosen token and the n best ones; None requests none. `grammar` is llguidance's text of
-    what the answer must be (`core.grammars`), in UTF-8; empty if it may be anything.
+    of the chosen token and the n best ones; None requests none. `num_prompt_logprobs` requests
+    those of the prompt's tokens, likewise. `grammar` is llguidance's text of what the answer must
+    be (`core.grammars`), in UTF-8; empty if it may be anything.
     """
 
     max_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
@@ -168,6 +152,7 @@ class SamplingParams:
     ] = 1.0  # fmt: skip
     logit_bias: Annotated[tuple[tuple[int, float], ...], an.Pairs(), an.biases()] = ()
     num_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
+    num_prompt_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
     grammar: Annotated[bytes, an.max_bytes(an.MAX_GRAMMAR_BYTES)] = b""
 
 
@@ -207,9 +192,9 @@ class Request:
     `token_ids` is the prompt with expanded image placeholders, then the tokens of the answer that
     earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
     bytes) separates tenants in the prefix cache. `adapter` (a digest, empty for the base model)
-    identifies the weights that made the KV; nothing loads adapters yet, and no message has this
-    field. A larger `priority` runs first. The first `num_history_tokens` precede the last user
-    turn; 0 if that is unknown, and the sequence is not pruned (`core.pruning`).
+    identifies the weights that made the KV; nothing loads adapters yet. A larger `priority` runs
+    first. The first `num_history_tokens` precede the last user turn; 0 if that is unknown, and the
+    sequence is not pruned. With `weighted_seconds`, it awaits the turn of its `cache_salt`.
     """
 
     key: Annotated[RequestKey, an.Flat()]
@@ -221,6 +206,7 @@ class Request:
     adapter: Annotated[bytes, an.NotSent()] = b""
     priority: Annotated[int, Between(-an.MAX_PRIORITY, an.MAX_PRIORITY)] = 0
     num_history_tokens: Annotated[int, Between(0, an.MAX_TOKENS)] = 0
+    weighted_seconds: Annotated[float, Between(0.0, an.MAX_WEIGHTED_SECONDS)] = 0.0
 
     @property
     def num_delivered_tokens(self) -> int:
@@ -308,15 +294,20 @@ class KVLayout:
 class EmbedLayout:
     """One row per visual token: `hidden_size` elements for the main embedding and each level."""
 
-    model_revision: str
-    hidden_size: int
-    num_levels: int
-    dtype: str
+    model_revision: Annotated[str, an.text(an.MAX_TEXT)]
+    hidden_size: Annotated[int, Between(1, an.MAX_TOKENS)]
+    num_levels: Annotated[int, Between(0, an.MAX_ITEMS)]
+    dtype: Annotated[str, an.text(an.MAX_LABEL)]
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one visual token's row, all levels."""
+        return self.hidden_size * (1 + self.num_levels)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one visual token's row."""
-        return self.hidden_size * (1 + self.num_levels) * ITEMSIZE[self.dtype]
+        return self.row_elements * ITEMSIZE[self.dtype]
 
     def row_bytes_of(self, reduction: Reduction | None) -> int:
         """Bytes of one row in a transfer: that of a reduced image is followed by its place."""
@@ -356,16 +347,9 @@ class Source:
 
 # The stages of TTFT (docs/glossary.md). At each instant one stage owns the time.
 STAGES = (
-    "gateway",
-    "media",
-    "encoder_queue",
-    "encode",
-    "embed_transfer",
-    "decode_reserve",
-    "prefill_queue",
-    "prefill",
-    "other",
-)
+    "gateway", "media", "encoder_queue", "encode", "embed_transfer", "decode_reserve",
+    "prefill_queue", "prefill", "other",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -398,6 +382,20 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens from index `first_index` on, one per token.
+
+    They are of the model's own distribution: biases and penalties are of the answer. `ranks` has
+    the rank of each token among all; 1 if no other is likelier. The first token of a prompt has
+    none, so `first_index` is at least 1.
+    """
+
+    first_index: Annotated[int, Between(1, an.MAX_TOKENS)]
+    logprobs: Annotated[tuple[TokenLogprobs, ...], an.count(1, an.MAX_PROMPT_LOGPROBS)]
+    ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -435,7 +433,12 @@ class ScheduledEvent:
     at: float = 0.0
 
 
-EngineEvent = BlocksReady | TokenEvent | FinishedEvent | FailedEvent | ScheduledEvent
+EngineEvent = (
+    BlocksReady | PromptLogprobs | TokenEvent | FinishedEvent | FailedEvent | ScheduledEvent
+)
+
+
+NO_ROWS: Final = memoryview(b"")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -446,7 +449,8 @@ class PreparedImage:
     an opaque buffer here. `image_key` and `num_tokens` are those of the whole image. A prompt gets
     its `kept_tokens`, as `reduction` says, under `kept_key`. `relevance` is uint16 `[R, C]` of its
     `cells`, in native order, if the method needs it and the pixels are known; else empty. `salt`
-    separates tenants, as in `image_key`.
+    separates tenants, as in `image_key`. If a client gave the embedding, `rows` has it as bytes,
+    `[num_tokens, row_bytes]`, and there are no patches.
     """
 
     image_key: bytes
@@ -456,6 +460,7 @@ class PreparedImage:
     reduction: Reduction | None = None
     relevance: bytes = b""
     salt: bytes = b""
+    rows: memoryview = NO_ROWS
 
     @property
     def kept_key(self) -> bytes:

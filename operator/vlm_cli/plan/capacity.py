@@ -14,13 +14,16 @@ from collections.abc import Collection
 from typing import Final
 
 from vlm_cli.plan.facts import ITEM_BYTES, Linear, ModelFacts, Part
+from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.images import largest
 from vlm_operator.api.pool import LENT_KV_PERCENT
 from vlm_operator.names import Role
 
-KV_ITEM_BYTES: Final = {**ITEM_BYTES, "int8": 1}
-KV_SCALE_BYTES: Final = {"int8": 4}
+KV_ITEM_BYTES: Final = {**ITEM_BYTES, "int8": 1, "fp8": 1}
+KV_SCALE_BYTES: Final = {"int8": 4, "fp8": 4}
 """A float32 scale after each key and each value of a token and head."""
+MIXED_KV: Final = ("vision=int8", "text=int8", "vision=kivi4")
+"""Types of the KV of one modality; the other one has that of the activations."""
 
 INT4_GROUPS: Final = (128, 32)
 SCALE_BYTES: Final = 4
@@ -39,14 +42,27 @@ FLOAT_BYTES: Final = 4
 
 BLOCK_TOKENS_CPU: Final = 64
 BLOCK_TOKENS_ACCELERATOR: Final = 16
+BLOCK_TOKENS_KIVI4: Final = 32
 
 
-def kv_token_bytes(facts: ModelFacts, kv_dtype: str) -> int:
-    """Return the KV bytes of one token.
+def kv_token_bytes(facts: ModelFacts, kv_dtype: str, visual_share: float = 0.0) -> int:
+    """Return the KV bytes of one token; with types by modality, in the mean, rounded up.
 
     All layers count, sliding ones too: the worker keeps all tokens of every layer.
+
+    Args:
+        facts: of the model.
+        kv_dtype: as the worker's --kv-dtype, without `auto`.
+        visual_share: of the tokens that are visual.
     """
-    return facts.num_layers * _kv_layer_bytes(facts, kv_dtype)
+    if kv_dtype not in MIXED_KV:
+        return facts.num_layers * _kv_layer_bytes(facts, kv_dtype)
+    kinds = kivi4_token_bytes(facts) if kv_dtype == "vision=kivi4" else mixed_kv_token_bytes(facts)
+    if kinds is None:
+        raise PlanError(f"--kv-dtype: {kv_dtype} is not built for this model in {facts.dtype}")
+    narrow, wide = kinds
+    share = 1 - visual_share if kv_dtype == "text=int8" else visual_share
+    return math.ceil(share * narrow + (1 - share) * wide)
 
 
 def mixed_kv_token_bytes(facts: ModelFacts) -> tuple[int, int] | None:
@@ -74,13 +90,14 @@ def kivi4_token_bytes(facts: ModelFacts) -> tuple[int, int] | None:
     return narrow, narrow * 2 * facts.item_bytes
 
 
-def kv_read_bytes(facts: ModelFacts, kv_dtype: str, num_tokens: float) -> float:
+def kv_read_bytes(
+    facts: ModelFacts, kv_dtype: str, num_tokens: float, visual_share: float = 0.0
+) -> float:
     """Return the KV bytes that one step reads for a sequence of `num_tokens` tokens."""
     num_full = facts.num_layers - facts.num_sliding_layers
     seen = min(num_tokens, facts.sliding_window)
-    return _kv_layer_bytes(facts, kv_dtype) * (
-        num_full * num_tokens + facts.num_sliding_layers * seen
-    )
+    layer_bytes = kv_token_bytes(facts, kv_dtype, visual_share) / facts.num_layers
+    return layer_bytes * (num_full * num_tokens + facts.num_sliding_layers * seen)
 
 
 def embedding_bytes(facts: ModelFacts, num_visual_tokens: int) -> int:
@@ -88,9 +105,17 @@ def embedding_bytes(facts: ModelFacts, num_visual_tokens: int) -> int:
     return num_visual_tokens * facts.hidden_size * facts.item_bytes
 
 
-def handoff_bytes(facts: ModelFacts, kv_dtype: str, num_tokens: int, *, block_size: int) -> int:
+def handoff_bytes(
+    facts: ModelFacts,
+    kv_dtype: str,
+    num_tokens: int,
+    *,
+    block_size: int,
+    visual_share: float = 0.0,
+) -> int:
     """Return the bytes from prefill to decode: the whole KV blocks of the prompt."""
-    return num_blocks(num_tokens, block_size) * block_size * kv_token_bytes(facts, kv_dtype)
+    token_bytes = kv_token_bytes(facts, kv_dtype, visual_share)
+    return num_blocks(num_tokens, block_size) * block_size * token_bytes
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
@@ -203,8 +228,10 @@ def lent_kv_bytes(memory: DeviceMemory) -> int:
     return max(0, min(memory.kv, left * LENT_KV_PERCENT // 100)) >> 20 << 20
 
 
-def block_size_of(*, has_accelerator: bool) -> int:
+def block_size_of(*, has_accelerator: bool, kv_dtype: str = "") -> int:
     """Return the operator's default of `blockSizeTokens`."""
+    if kv_dtype == "vision=kivi4":
+        return BLOCK_TOKENS_KIVI4
     return BLOCK_TOKENS_ACCELERATOR if has_accelerator else BLOCK_TOKENS_CPU
 
 

@@ -16,7 +16,6 @@ from vlm_cli.offline import object_name, parse_service, read_objects
 from vlm_cli.output import CliError, Format, emit
 from vlm_cli.plan import manifest as manifests
 from vlm_cli.plan import report
-from vlm_cli.plan.capacity import KV_ITEM_BYTES
 from vlm_cli.plan.facts import ITEM_BYTES, check_weights
 from vlm_cli.plan.fields import PlanError
 from vlm_cli.plan.load import Load, parse_size
@@ -26,6 +25,7 @@ from vlm_cli.plan.nodes import read_nodes
 from vlm_cli.plan.speed import BANDWIDTH_SHARE, COMPUTE_SHARE, Device, parse_device
 from vlm_cli.sections import show, to_data
 from vlm_operator import names
+from vlm_operator.api.enums import KvDType
 from vlm_operator.cluster import VLM_NODE_CLASS, Manifest
 
 _DETAILS = ("auto", "low", "high", "original")
@@ -187,7 +187,7 @@ def _service(before: Service | None, model: Path, **given: str | None) -> Servic
     """Return the service of the flags; what they leave out is as before, or by default."""
     for flag, choices in (
         ("dtype", tuple(ITEM_BYTES)),
-        ("kv_dtype", ("auto", *(name for name in KV_ITEM_BYTES if name != "float16"))),
+        ("kv_dtype", tuple(kind.flag for kind in KvDType)),
     ):
         value = given[flag]
         if value is not None and value not in choices:

@@ -54,6 +54,11 @@ class Load:
         """Return the visual tokens of a request with images."""
         return sum(count.num_tokens for count in self.counts(facts))
 
+    def visual_share(self, facts: ModelFacts) -> float:
+        """Return the share of the tokens of all requests that are visual."""
+        visual = self.share * self.visual_tokens(facts)
+        return visual / (self.prompt_tokens + visual + self.output_tokens)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON that `from_dict` reads."""
         return {

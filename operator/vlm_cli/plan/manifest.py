@@ -14,6 +14,7 @@ from vlm_cli.plan.load import Load
 from vlm_cli.plan.pool import Numbers
 from vlm_cli.plan.topology import Candidate
 from vlm_operator import names
+from vlm_operator.api.enums import KvDType
 from vlm_operator.api.model import Limits
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
@@ -23,12 +24,7 @@ ANNOTATION_LOAD: Final = f"{names.GROUP}/planned-load"
 
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _WEIGHTS_ARG: Final = "--weights="
-_KV_FIELD: Final = {
-    "auto": None,
-    "bfloat16": "BFloat16",
-    "float32": "Float32",
-    "int8": "Int8",
-}
+_KV_FIELD: Final = {kind.flag: None if kind is KvDType.AUTO else kind.value for kind in KvDType}
 _DTYPE_FIELD: Final = {
     None: None,
     "bfloat16": "BFloat16",
@@ -55,7 +51,7 @@ class Service:
 
     Attributes:
         dtype: replaces that of the checkpoint; None keeps it.
-        kv_dtype: of the KV cache: `auto` is that of the activations.
+        kv_dtype: as the worker's --kv-dtype: `auto` is that of the activations.
         weights: as the worker's --weights.
         scales: of the inputs of int8 layers; None without any.
     """
@@ -88,10 +84,12 @@ class Service:
                 "activationScales from the manifest"
             )
 
-    def numbers(self, dtype: str) -> Numbers:
+    def numbers(self, dtype: str, *, visual_share: float = 0.0) -> Numbers:
         """Return the number types, with `dtype` of the activations for an automatic KV dtype."""
         kv_dtype = dtype if self.kv_dtype == "auto" else self.kv_dtype
-        return Numbers(kv_dtype, self.weights, has_scales=self.scales is not None)
+        return Numbers(
+            kv_dtype, self.weights, has_scales=self.scales is not None, visual_share=visual_share
+        )
 
 
 def build(service: Service, load: Load, candidate: Candidate) -> Manifest:

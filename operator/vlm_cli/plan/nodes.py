@@ -40,10 +40,6 @@ class Node:
     device: Device | None
     assumptions: tuple[str, ...] = ()
 
-    @property
-    def block_size(self) -> int:
-        return capacity.block_size_of(has_accelerator=self.has_accelerator)
-
     def refusal(
         self,
         facts: ModelFacts,
@@ -52,6 +48,7 @@ class Node:
         *,
         weights: str,
         has_scales: bool = False,
+        kv_dtype: str = "",
     ) -> str | None:
         """Return why pods of `role` with `stages` cannot run here; None if they can."""
         if self.roles and role not in self.roles:
@@ -62,6 +59,10 @@ class Node:
             type_of(part, weights) == "int4" for part in parts_of(stages)
         ):
             return f"--weights={weights} needs a GPU"
+        if kv_dtype == "fp8" and not self.has_accelerator:
+            return "--kv-dtype=fp8 needs a GPU"
+        if self.has_accelerator and kv_dtype in capacity.MIXED_KV and set(stages) != {Role.ENCODER}:
+            return f"--kv-dtype={kv_dtype} is for CPUs: a worker on a GPU refuses it"
         if self.has_accelerator and has_scales:
             return "a worker on a GPU refuses scales: remove model.weights.activationScales"
         names_head = "=" in weights and type_of("head", weights) != "auto"

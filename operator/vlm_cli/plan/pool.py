@@ -39,12 +39,17 @@ _MAX_ITERATIONS: Final = 200
 class Numbers:
     """The choices of number types: dtype of the KV, and rounding of the weights.
 
-    With `has_scales`, workers read scales of int8 layers' inputs from a file.
+    With `has_scales`, workers read scales of int8 layers' inputs from a file. `visual_share` of the
+    tokens are visual, which matters for KV types by modality.
     """
 
     kv_dtype: str
     weights: str
     has_scales: bool = False
+    visual_share: float = 0.0
+
+    def kv_token_bytes(self, facts: ModelFacts) -> int:
+        return capacity.kv_token_bytes(facts, self.kv_dtype, self.visual_share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +164,7 @@ class PoolPlan:
         return capacity.concurrency(
             self.kv_bytes,
             num_tokens,
-            token_bytes=capacity.kv_token_bytes(self.facts, self.numbers.kv_dtype),
+            token_bytes=self.numbers.kv_token_bytes(self.facts),
             block_size=self.block_size,
         )
 
@@ -224,6 +229,7 @@ class PoolPlan:
             context=self._mean_tokens + self.load.output_tokens / 2,
             weights=self.numbers.weights,
             kv_dtype=self.numbers.kv_dtype,
+            visual_share=self.numbers.visual_share,
         )
 
     def _step(self, running: float) -> float:

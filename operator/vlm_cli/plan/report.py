@@ -62,9 +62,11 @@ def plan(request: Request) -> Plan:
         PlanError: the load cannot be served by this model, or no topology can run at all.
     """
     facts, load = request.facts, request.load
-    numbers = request.service.numbers(facts.dtype)
+    visual_share = 0.0
     if load is not None:
         load.check(facts)
+        visual_share = load.visual_share(facts)
+    numbers = request.service.numbers(facts.dtype, visual_share=visual_share)
     sections: list[Section] = [
         _model(facts, numbers),
         _kv_types(facts),
@@ -98,7 +100,7 @@ def plan(request: Request) -> Plan:
 
 
 def _model(facts: ModelFacts, numbers: Numbers) -> Section:
-    token_bytes = capacity.kv_token_bytes(facts, numbers.kv_dtype)
+    token_bytes = numbers.kv_token_bytes(facts)
     rows: dict[str, Figure | str] = {
         "family": facts.model_type,
         "dtype": facts.dtype,
@@ -110,7 +112,7 @@ def _model(facts: ModelFacts, numbers: Numbers) -> Section:
         "KV heads": Figure(facts.num_kv_heads, "heads"),
         "head size": Figure(facts.head_dim, "numbers"),
         "longest sequence": Figure(facts.max_model_len, "tokens"),
-        "KV per token": Figure(token_bytes, "B", _kv_formula(facts, numbers.kv_dtype)),
+        "KV per token": Figure(token_bytes, "B", _kv_formula(facts, numbers)),
         "embedding per visual token": Figure(
             capacity.embedding_bytes(facts, 1),
             "B",
@@ -119,7 +121,9 @@ def _model(facts: ModelFacts, numbers: Numbers) -> Section:
     }
     if facts.num_sliding_layers:
         window = facts.sliding_window
-        read = capacity.kv_read_bytes(facts, numbers.kv_dtype, facts.max_model_len)
+        read = capacity.kv_read_bytes(
+            facts, numbers.kv_dtype, facts.max_model_len, numbers.visual_share
+        )
         rows["sliding layers"] = Figure(facts.num_sliding_layers, "layers")
         rows["window"] = Figure(window, "tokens")
         rows["KV that a step reads of the longest sequence"] = Figure(
@@ -131,7 +135,10 @@ def _model(facts: ModelFacts, numbers: Numbers) -> Section:
     return FactSection("model", f"Model {facts.path}", rows)
 
 
-def _kv_formula(facts: ModelFacts, kv_dtype: str) -> str:
+def _kv_formula(facts: ModelFacts, numbers: Numbers) -> str:
+    kv_dtype = numbers.kv_dtype
+    if kv_dtype in capacity.MIXED_KV:
+        return f"mean of {kv_dtype} in the next table; {numbers.visual_share:.0%} are visual tokens"
     scale = capacity.KV_SCALE_BYTES.get(kv_dtype, 0)
     row = f"{facts.head_dim} · {capacity.KV_ITEM_BYTES[kv_dtype]} B"
     row = f"({row} + {scale} B scale)" if scale else row
@@ -223,7 +230,7 @@ def _nodes(
     facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers, load: Load | None
 ) -> Section:
     rows: list[dict[str, Figure | str]] = []
-    token_bytes = capacity.kv_token_bytes(facts, numbers.kv_dtype)
+    token_bytes = numbers.kv_token_bytes(facts)
     num_tokens = facts.max_model_len
     if load is not None:
         num_tokens = load.prompt_tokens + load.visual_tokens(facts) + load.output_tokens
@@ -244,11 +251,15 @@ def _nodes(
                     Role.DECODE,
                     weights=numbers.weights,
                     has_scales=numbers.has_scales,
+                    kv_dtype=numbers.kv_dtype,
                 )
                 rows.append({**row, "KV": "-", "tokens": "-", "requests": "-", "why": why or "-"})
                 continue
+            block_size = capacity.block_size_of(
+                has_accelerator=node.has_accelerator, kv_dtype=numbers.kv_dtype
+            )
             fits = capacity.concurrency(
-                memory.kv, num_tokens, token_bytes=token_bytes, block_size=node.block_size
+                memory.kv, num_tokens, token_bytes=token_bytes, block_size=block_size
             )
             rows.append(
                 {
@@ -263,7 +274,7 @@ def _nodes(
                     "requests": Figure(
                         fits,
                         "requests",
-                        f"whole blocks of {node.block_size} tokens: (KV blocks - 1) / blocks of "
+                        f"whole blocks of {block_size} tokens: (KV blocks - 1) / blocks of "
                         f"{num_tokens} tokens",
                     ),
                     "why": "",
@@ -279,7 +290,7 @@ def _lending(facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers) -> Sect
     one, every = ((Role.ENCODER,), tuple(POOL_ROLES))
     weights = capacity.weights_bytes(facts, every, numbers.weights)
     weights -= capacity.weights_bytes(facts, one, numbers.weights)
-    token_bytes = capacity.kv_token_bytes(facts, numbers.kv_dtype)
+    token_bytes = numbers.kv_token_bytes(facts)
     for node in nodes:
         row: dict[str, Figure | str] = {
             "class": node.name,
@@ -288,7 +299,12 @@ def _lending(facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers) -> Sect
             ),
         }
         why = node.refusal(
-            facts, every, Role.ENCODER, weights=numbers.weights, has_scales=numbers.has_scales
+            facts,
+            every,
+            Role.ENCODER,
+            weights=numbers.weights,
+            has_scales=numbers.has_scales,
+            kv_dtype=numbers.kv_dtype,
         )
         if node.memory is None or why is not None:
             rows.append({**row, "KV": "-", "tokens": "-", "why": why or "its memory is unknown"})
@@ -304,9 +320,15 @@ def _lending(facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers) -> Sect
 def _transfers(facts: ModelFacts, load: Load, numbers: Numbers, network: Network) -> Section:
     visual = load.visual_tokens(facts)
     prompt = load.prompt_tokens + visual
-    block_size = capacity.BLOCK_TOKENS_ACCELERATOR
+    block_size = capacity.block_size_of(has_accelerator=True, kv_dtype=numbers.kv_dtype)
     embeddings = capacity.embedding_bytes(facts, visual)
-    handoff = capacity.handoff_bytes(facts, numbers.kv_dtype, prompt, block_size=block_size)
+    handoff = capacity.handoff_bytes(
+        facts,
+        numbers.kv_dtype,
+        prompt,
+        block_size=block_size,
+        visual_share=visual / prompt if prompt else 0.0,
+    )
     rows: dict[str, Figure | str] = {
         "visual tokens": Figure(visual, "tokens", "Σ over the images of a request"),
         "prompt": Figure(prompt, "tokens", "text + visual"),
@@ -420,6 +442,10 @@ def _assumptions(request: Request) -> list[str]:
         f"KV has {capacity.KV_PERCENT} % of what is left, the worker's default; "
         "the manifest sets kv.memory.",
     ]
+    if request.service.kv_dtype == "fp8":
+        found.append(
+            "KV in fp8 needs GPUs of compute capability 8.9 or later; this is not checked."
+        )
     for node in request.nodes:
         found += node.assumptions
         if node.price is None:

@@ -159,12 +159,14 @@ class StepCost:
         )
 
 
-def step_cost(facts: ModelFacts, *, context: float, weights: str, kv_dtype: str) -> StepCost:
+def step_cost(
+    facts: ModelFacts, *, context: float, weights: str, kv_dtype: str, visual_share: float = 0.0
+) -> StepCost:
     """Return the cost of a decode step of sequences of `context` tokens."""
     attention = 4 * facts.num_heads * facts.head_dim * facts.num_layers * context
     return StepCost(
         weights_bytes=capacity.step_weights_bytes(facts, weights),
-        kv_bytes=capacity.kv_read_bytes(facts, kv_dtype, context),
+        kv_bytes=capacity.kv_read_bytes(facts, kv_dtype, context, visual_share),
         operations=2 * facts.layers.num_weights + _logits(facts) + attention,
     )
 

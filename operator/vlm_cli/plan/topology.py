@@ -115,7 +115,12 @@ def choose(
             usable = []
             for node in nodes:
                 problem = node.refusal(
-                    facts, stages, role, weights=numbers.weights, has_scales=numbers.has_scales
+                    facts,
+                    stages,
+                    role,
+                    weights=numbers.weights,
+                    has_scales=numbers.has_scales,
+                    kv_dtype=numbers.kv_dtype,
                 )
                 if problem is None:
                     assert node.device is not None
@@ -150,7 +155,7 @@ def _traffic(
     """Return the bytes that a request moves into and out of the pod of `role`."""
     visual = load.share * load.visual_tokens(facts)
     embeddings = visual * capacity.embedding_bytes(facts, 1) if E in roles else 0.0
-    token_bytes = capacity.kv_token_bytes(facts, numbers.kv_dtype)
+    token_bytes = numbers.kv_token_bytes(facts)
     handoff = (load.prompt_tokens + visual) * token_bytes if P in roles else 0.0
     flows = {
         E: (0.0, embeddings),
@@ -175,7 +180,9 @@ def _sized(
 ) -> Candidate:
     """Give each pool its fewest replicas, then add replicas until the TTFT meets its goal."""
     on_accelerator = any(pool.node.has_accelerator for pool in pools if pool.role is not E)
-    block_size = capacity.block_size_of(has_accelerator=on_accelerator)
+    block_size = capacity.block_size_of(
+        has_accelerator=on_accelerator, kv_dtype=pools[0].numbers.kv_dtype
+    )
     by_role = {pool.role: dataclasses.replace(pool, block_size=block_size) for pool in pools}
     states = {role: pool.fewest() for role, pool in by_role.items()}
     transfers = _embedding_seconds(by_role, load, network)

@@ -45,6 +45,13 @@ Cidr = Annotated[
 ]
 
 
+TenantName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^(\*|[-._a-zA-Z0-9]+)$")]
+Origin = Annotated[
+    str, Field(min_length=1, max_length=253, pattern=r"^(\*|[a-z][-+.a-z0-9]*://[^/?#\s]+)$")
+]
+HeaderName = Annotated[str, Field(min_length=1, max_length=64, pattern="^[-_a-zA-Z0-9]+$")]
+
+
 class GatewayService(Model):
     """The Kubernetes Service in front of the gateway."""
 
@@ -76,7 +83,7 @@ class Auth(Model):
 
     secret_ref: NameRef | None = field(
         None,
-        "Secret with one bearer key per data key; its contents are live.",
+        "Secret with the bearer keys of each tenant; its contents are live.",
         unset="the gateway is open",
         restarts=Restarts.GATEWAY,
     )
@@ -113,6 +120,59 @@ class Media(Model):
     )
     max_redirects: int = field(
         0, "Redirects that are followed; each is checked as the URL is.", example=2, ge=0, le=3
+    )
+
+
+class TenantLimits(Model):
+    """The limits of one tenant, over all gateways. Beyond them its clients get 429."""
+
+    name: TenantName = field(..., "Name of the tenant's key; * is any other.", example="team-a")
+    requests_per_minute: int | None = field(
+        None,
+        "Requests per minute, at most.",
+        example=600,
+        unset="that of *",
+        ge=1,
+        le=1_000_000,
+    )
+    tokens_per_minute: int | None = field(
+        None,
+        "Tokens of prompts and answers per minute, at most.",
+        example=100_000,
+        unset="that of *",
+        ge=1,
+        le=1_000_000_000,
+    )
+    concurrent_requests: int | None = field(
+        None,
+        "Requests at once, at most.",
+        example=32,
+        unset="that of *",
+        ge=1,
+        le=1_000_000,
+    )
+    weight: int | None = field(
+        None,
+        "Share of the turns of waiting requests; without any, they wait in order.",
+        example=2,
+        unset="that of *, else 1",
+        ge=1,
+        le=1000,
+    )
+
+
+class Cors(Model):
+    """The pages that may call the API from a browser."""
+
+    allowed_origins: list[Origin] = field(
+        [],
+        "Origins of pages; * is any.",
+        example=["https://app.example.com"],
+        max_length=32,
+        unset="none",
+    )
+    allowed_headers: list[HeaderName] = field(
+        [], "Headers of their requests.", example=["authorization"], max_length=32, unset="all"
     )
 
 
@@ -221,12 +281,38 @@ class Gateway(Model):
         example=True,
         restarts=Restarts.GATEWAY,
     )
+    client_embeddings: bool = field(
+        False,
+        "Whether clients may send embeddings in place of images.",
+        example=True,
+        restarts=Restarts.GATEWAY,
+    )
     drain: GatewayDrain = field(GatewayDrain(), "How gateway pods end.", restarts=Restarts.NONE)
     auth: Auth = field(Auth(), "Authentication of clients.", restarts=Restarts.GATEWAY)
     tls: Tls = field(
         Tls(), "Encryption between clients and the gateway.", restarts=Restarts.GATEWAY
     )
     media: Media = field(Media(), "Allowed sources of images.", restarts=Restarts.NONE)
+    tenants: list[TenantLimits] = field(
+        [], "Limits of tenants.", keys="name", max_length=64, restarts=Restarts.NONE
+    )
+    cors: Cors = field(Cors(), "Pages that may call the API.", restarts=Restarts.NONE)
+    access_log: bool = field(
+        False,
+        "Whether each request writes a log line `access`, which has no content.",
+        example=True,
+        restarts=Restarts.NONE,
+    )
     pod_template: PodTemplate = field(
         PodTemplate(), "Changes to the pod template.", restarts=Restarts.GATEWAY
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="tenants-have-keys",
+            holds="!has(self.tenants) || (has(self.auth) && has(self.auth.secretRef)) || "
+            "self.tenants.all(t, t.name == '*')",
+            message="without auth.secretRef there is one tenant: set it, or name the entry *",
+            at=".tenants",
+        ),
     )

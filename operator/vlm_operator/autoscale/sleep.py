@@ -190,7 +190,8 @@ def _activity(view: View, memory: SleepMemory) -> _Activity:
     times = [view.now if memory.active_at is None else memory.active_at]
     told = [view.now - item.idle_seconds for item in heard if item.idle_seconds is not None]
     workers = [item for item in view.samples.values() if item.role is not Role.GATEWAY]
-    running = any(item.inflight for item in heard) or any(
+    # a gateway answers some requests without workers: its idle time goes on
+    running = any(item.inflight and item.idle_seconds == 0 for item in heard) or any(
         item.inflight or item.queued_requests for item in workers
     )
     if running or set(memory.gateways) - samples.keys():

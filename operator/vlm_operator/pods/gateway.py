@@ -135,8 +135,14 @@ def _limit_arguments(gateway: Gateway) -> list[str]:
         "--patience-seconds": gateway.patience_seconds,
         "--client-priority": None if priority is None else priority.value.lower(),
     }
-    prefetch = ["--session-prefetch"] if gateway.session_prefetch else []
-    return [*(f"{flag}={value}" for flag, value in flags.items() if value is not None), *prefetch]
+    switches = {
+        "--session-prefetch": gateway.session_prefetch,
+        "--client-embeddings": gateway.client_embeddings,
+    }
+    return [
+        *(f"{flag}={value}" for flag, value in flags.items() if value is not None),
+        *(flag for flag, is_on in switches.items() if is_on),
+    ]
 
 
 def _visual(visual: Visual) -> dict[str, Any]:
@@ -212,4 +218,28 @@ def gateway_config(service: VLMService) -> dict[str, Any]:
             "allowed_networks": list(media.allowed_networks),
             "max_redirects": media.max_redirects,
         },
+        **_optional(spec.gateway),
     }
+
+
+def _optional(gateway: Gateway) -> dict[str, Any]:
+    """Return the fields that gateway.json has only if they are set: others stay as they are."""
+    found: dict[str, Any] = {}
+    if gateway.tenants:
+        found["tenants"] = {
+            tenant.name: {
+                "requests_per_minute": tenant.requests_per_minute,
+                "tokens_per_minute": tenant.tokens_per_minute,
+                "concurrent_requests": tenant.concurrent_requests,
+                "weight": tenant.weight,
+            }
+            for tenant in gateway.tenants
+        }
+    if gateway.cors.allowed_origins:
+        found["cors"] = {
+            "allowed_origins": list(gateway.cors.allowed_origins),
+            "allowed_headers": list(gateway.cors.allowed_headers),
+        }
+    if gateway.access_log:
+        found["access_log"] = True
+    return found

@@ -263,7 +263,9 @@ def _pod_template(template: PodTemplate) -> dict[str, Any]:
 def _gateway_flags(gateway: Gateway) -> dict[str, Any]:
     """Return the set flags only, so that older digests, which lack the keys, stay equal."""
     fields = gateway.to_dict()
-    names = ("limits", "patienceSeconds", "clientPriority", "sessionPrefetch")
+    names = (
+        "limits", "patienceSeconds", "clientPriority", "sessionPrefetch", "clientEmbeddings"
+    )  # fmt: skip
     return {name: fields[name] for name in names if fields.get(name)}
 
 

@@ -115,6 +115,16 @@ def test_a_request_while_the_pods_drain_wakes_it():
     assert reasons(world.turn(1.0)) == {"WokenByRequest"}
 
 
+def test_requests_that_need_no_workers_neither_keep_it_awake_nor_wake_it():
+    world = SleepWorld(sleeper())
+    world.drain = 60.0
+    world.gateways[0].num_tokenizing = 1
+    until_asleep(world)
+    assert any(item.phase == "draining" for item in world.pods)
+    for _ in range(20):
+        assert reasons(world.turn()) == {"ScaledToZero"}
+
+
 def test_a_silent_gateway_keeps_it_awake_and_its_own_count_decides_later():
     world = SleepWorld(sleeper(), gateways=2)
     world.gateways[1].silent = True

@@ -209,7 +209,7 @@ async def test_a_field_of_a_config_is_named_with_its_file(tmp_path: Path, config
         ({"rate": 1.0, "image_share": 1.5}, "--image-share: is 1.5"),
         ({"rate": 1.0, "detail": "tiny"}, "--detail: is 'tiny'; there are auto, low"),
         ({"rate": 1.0, "prompt_tokens": 128_000}, "max_position_embeddings of "),
-        ({"kv_dtype": "fp8"}, "--kv-dtype: is 'fp8'; there are auto"),
+        ({"kv_dtype": "fp16"}, "--kv-dtype: is 'fp16'; there are auto"),
         ({"weights": "int2"}, "--weights: is 'int2'"),
         ({"weights": "tower=int8"}, "for each of encoder, merger, layers, head"),
         ({"weights": "head=fp8"}, "--weights: is 'head=fp8'"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plan_command.models import GEMMA3_4B, LLAVA_7B, QWEN_7B, qwen_7b, write
@@ -27,6 +27,7 @@ from vlm_cli.plan.pool import MAX_KV_OCCUPANCY, MAX_UTILIZATION, PoolPlan, Traff
 from vlm_cli.plan.speed import Speed, parse_device
 from vlm_cli.preview import children
 from vlm_operator.api import parse
+from vlm_operator.api.enums import KvDType
 from vlm_operator.names import Role
 from vlm_operator.observe import node_class
 from vlm_operator.reconcile.decisions import Options
@@ -85,13 +86,30 @@ CLASSES = [
 ]
 
 
+MORE_CLASSES = [*CLASSES, class_manifest("large", cost={"perHour": "6.00"})]
+"""With CPUs for all roles."""
+SPEEDS = {"cpu": parse_device("2:60"), "large": parse_device("8:600:512Gi")}
+
+
 def nodes(*, classes: list[dict[str, Any]] = CLASSES) -> tuple[Node, ...]:
-    return read_nodes(classes, {"cpu": parse_device("2:60")})
+    names = [item["metadata"]["name"] for item in classes]
+    return read_nodes(classes, {name: SPEEDS[name] for name in names if name in SPEEDS})
 
 
-def planned(facts: ModelFacts, load: Load, service: Service) -> report.Plan:
+def planned(
+    facts: ModelFacts,
+    load: Load,
+    service: Service,
+    *,
+    classes: list[dict[str, Any]] = CLASSES,
+) -> report.Plan:
     request = report.Request(
-        facts=facts, nodes=nodes(), load=load, service=service, shares=SHARES, network_gbit=10
+        facts=facts,
+        nodes=nodes(classes=classes),
+        load=load,
+        service=service,
+        shares=SHARES,
+        network_gbit=10,
     )
     return report.plan(request)
 
@@ -151,6 +169,50 @@ def test_a_service_with_scales_is_planned_again_with_them():
     assert weights.activation_scales is not None
     assert weights.activation_scales.sha256 == SCALES.sha256
     assert manifest.read_input("m", found) == (service, load)
+
+
+LOAD = Load(
+    rate=1.0, images=((640, 480),), image_share=0.5, low_detail=False, prompt_tokens=50,
+    output_tokens=50, ttft_ms=None, itl_ms=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KvDType)
+def test_each_kv_type_of_the_api_is_read_planned_and_written(kind: KvDType):
+    candidate = planned(model("qwen"), LOAD, Service("a", "pvc://a")).choice.recommended
+    written = manifest.build(Service("a", "pvc://a"), LOAD, candidate)
+    written["spec"]["model"]["kvCacheDtype"] = kind.value
+    service, load = manifest.read_input("m", written)
+    assert (service.kv_dtype, load) == (kind.flag, LOAD)
+    again = planned(model("qwen"), load, service, classes=MORE_CLASSES).manifest
+    expected = {} if kind is KvDType.AUTO else {"kvCacheDtype": kind.value}
+    assert {k: v for k, v in again["spec"]["model"].items() if k == "kvCacheDtype"} == expected
+    meta = {**again["metadata"], "namespace": "ns", "uid": "u", "generation": 1}
+    assert parse({**again, "metadata": meta}).spec.model.kv_cache_dtype is kind
+
+
+def test_a_node_refuses_a_kv_type_that_its_worker_would_refuse():
+    every = (Role.ENCODER, Role.PREFILL, Role.DECODE)
+    refused = {
+        (node.has_accelerator, kind.flag)
+        for node in nodes(classes=MORE_CLASSES)
+        for kind in KvDType
+        if "--kv-dtype"
+        in (
+            node.refusal(model("qwen"), every, Role.DECODE, weights="auto", kv_dtype=kind.flag)
+            or ""
+        )
+    }
+    assert refused == {(False, "fp8"), *((True, mixed) for mixed in capacity.MIXED_KV)}
+
+
+@pytest.mark.parametrize("kv_dtype", capacity.MIXED_KV)
+@given(facts=MODELS, share=st.floats(0, 1))
+def test_kv_of_two_types_has_the_bytes_of_its_tokens(kv_dtype, facts, share):
+    none, one = (capacity.kv_token_bytes(facts, kv_dtype, edge) for edge in (0.0, 1.0))
+    mean = share * one + (1 - share) * none
+    assert mean <= capacity.kv_token_bytes(facts, kv_dtype, share) + 1e-6 < mean + 1.001
+    assert capacity.kv_read_bytes(facts, kv_dtype, 10, share) <= 10 * max(none, one)
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4", "layers=int4"])
@@ -227,12 +289,13 @@ def test_a_recommended_plan_meets_goals_and_targets(facts, load):
 @given(
     facts=MODELS,
     load=loads(),
-    kv_dtype=st.sampled_from(["auto", "int8"]),
+    kv_dtype=st.sampled_from([kind.flag for kind in KvDType]),
     weights=WEIGHTS,
 )
 def test_a_manifest_is_accepted_and_plans_to_itself(facts, load, kv_dtype, weights):
     before = Service("a", "hf://org/model", "main", None, kv_dtype, weights)
-    first = planned(facts, load, before)
+    assume("int4" not in weights or kv_dtype not in capacity.MIXED_KV)  # GPUs, and CPUs alone
+    first = planned(facts, load, before, classes=MORE_CLASSES)
     if first.manifest is None:
         return
     text = yaml.safe_dump(first.manifest)
@@ -240,7 +303,7 @@ def test_a_manifest_is_accepted_and_plans_to_itself(facts, load, kv_dtype, weigh
     meta = {**read["metadata"], "namespace": "ns", "uid": "u", "generation": 1}
     service = parse({**read, "metadata": meta})
     states: dict[str, NodeClassState] = {
-        item["metadata"]["name"]: node_class(item) for item in CLASSES
+        item["metadata"]["name"]: node_class(item) for item in MORE_CLASSES
     }
     objects = children(service, states, Options())
     assert "block-size" in json.dumps(objects)
@@ -252,7 +315,7 @@ def test_a_manifest_is_accepted_and_plans_to_itself(facts, load, kv_dtype, weigh
             assert f'"--block-size={pool.block_size}"' in json.dumps(objects)
     again, load_again = manifest.read_input("m", read)
     assert (again, load_again) == (before, load)
-    assert planned(facts, load_again, again).manifest == first.manifest
+    assert planned(facts, load_again, again, classes=MORE_CLASSES).manifest == first.manifest
 
 
 @given(facts=MODELS, load=loads())

@@ -38,6 +38,7 @@ class GatewayPod:
     active: float  # of its present process
     requests: list[Request] = dataclasses.field(default_factory=list)
     silent: bool = False
+    num_tokenizing: int = 0  # requests in flight that need no workers
 
 
 class SleepWorld(World):
@@ -66,7 +67,7 @@ class SleepWorld(World):
                 item.uid,
                 Role.GATEWAY,
                 boot_id=f"{item.uid}-{item.active}",
-                inflight=len(item.requests),
+                inflight=len(item.requests) + item.num_tokenizing,
                 idle_seconds=0.0 if item.requests else max(0.0, self.now - item.active),
                 waiting_for_wake=sum(one.ends is None for one in item.requests),
             )

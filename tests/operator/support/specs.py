@@ -248,6 +248,9 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "EmbeddingDisk": lambda spec: {**spec, "size": "2Gi"},
     "EnvSource": _source,
     "EnvVar": lambda spec: _one_of(spec, "value", "valueFrom"),
+    "Gateway": lambda spec: (
+        {**spec, "auth": {"secretRef": {"name": "keys"}}} if "tenants" in spec else spec
+    ),
     "GatewayScaling": lambda spec: {
         **spec,
         "maxReplicas": max(spec["minReplicas"], spec["maxReplicas"]),

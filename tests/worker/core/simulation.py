@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -135,6 +136,8 @@ class Simulation:
         self.cached: dict[str, int] = {}
         self.held: list[Sequence] = []
         self.max_chunk = 0
+        self.num_observed = 0
+        self.without_copies: collections.Counter[str] = collections.Counter()
 
     def add(
         self, work: Work, *, for_peer: bool = False, lane: Lane = Lane.TEXT, reserved: bool = False
@@ -194,12 +197,25 @@ class Simulation:
         for sequence in ready:
             if sequence.row is None:
                 continue
-            mass = self.runner.attention_mass(self.scheduler.pruner.observed_inputs(sequence))
+            mass, pruner = None, self.scheduler.pruner
+            if pruner.twin_of(sequence) is None:
+                mass = self.runner.attention_mass(pruner.observed_inputs(sequence))
+                self.num_observed += 1
             moves, _ = self.scheduler.prune(sequence, mass)
             if moves is not None:
                 self.runner.move_rows(moves.sources, moves.targets)
+            else:
+                assert sequence.status is Status.WAITING
+                self.without_copies[sequence.request.key.request_id] += 1
             self.check_books()
         return bool(ready)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Let a sequence that is held for a peer decode here."""
+        self.held.remove(sequence)
+        sequence.for_peer = False
+        self.scheduler.pending_transfers.discard(sequence)
+        self.scheduler.resume(sequence)
 
     def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule(now=self.now)

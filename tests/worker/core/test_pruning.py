@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker.answers import make_image
-from worker.core.simulation import BLOCK_SIZE, Simulation, Work, alone, expected, told, works
+from worker.core.simulation import (
+    BLOCK_SIZE,
+    MAX_STEPS,
+    Simulation,
+    Work,
+    alone,
+    expected,
+    told,
+    works,
+)
 
 from vlm_worker.core.kv_cache import root_hash
 from vlm_worker.core.pruning import (
@@ -57,12 +66,39 @@ def conversation(
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Work]:
-    """Requests of all kinds, each with a history of any length."""
+    """Requests of all kinds, each with a history of any length, and some with several choices."""
     todo = []
     for work in draw(works()):
         num_history = draw(st.integers(0, work.request.num_prompt_tokens))
         request = dataclasses.replace(work.request, num_history_tokens=num_history)
-        todo.append(dataclasses.replace(work, request=request))
+        for choice in range(draw(st.sampled_from([1, 1, 3]))):
+            key = RequestKey(f"{request.key.request_id}:{choice}", 0)
+            sampling = dataclasses.replace(request.sampling, temperature=0.7, seed=choice)
+            one = dataclasses.replace(
+                request, key=key, sampling=sampling, priority=draw(st.sampled_from([0, 0, 1]))
+            )
+            todo.append(dataclasses.replace(work, request=one))
+    return todo
+
+
+@st.composite
+def common_histories(draw: st.DrawFn) -> list[Work]:
+    """Requests that share most blocks of their prompts; some are not pruned."""
+    history = draw(st.integers(16, 36))
+    todo = []
+    for number in range(draw(st.integers(2, 5))):
+        delivered = draw(st.integers(0, 3))
+        request = conversation(
+            number,
+            history=history,
+            last=draw(st.integers(1, 6)),
+            delivered=delivered,
+            max_tokens=delivered + draw(st.integers(1, 20)),
+        ).request
+        if draw(st.sampled_from([False, False, True])):
+            request = dataclasses.replace(request, num_history_tokens=0)
+        request = dataclasses.replace(request, priority=draw(st.sampled_from([0, 0, 1])))
+        todo.append(Work(request, (), draw(st.integers(0, 3))))
     return todo
 
 
@@ -148,7 +184,7 @@ def test_moves_in_order_some_at_a_time_are_correct_in_place_and_elsewhere(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    todo=conversations(),
+    todo=conversations() | common_histories(),
     num_blocks=st.integers(18, 60),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(8, 40),
@@ -161,6 +197,48 @@ def test_together_equals_alone_and_every_block_is_returned(
         num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, permille=permille
     )
     run.run(todo)
+    assert run.answers == expected(todo, permille=permille)
+    # the first time, it shares blocks; later, one that goes before it came to share its blocks
+    assert max(run.without_copies.values(), default=0) <= len(todo)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    todo=common_histories(),
+    for_peer=st.just([True] * 5) | st.lists(st.booleans(), min_size=5, max_size=5),
+    reserved=st.booleans(),
+    num_blocks=st.integers(17, 30),
+    max_num_seqs=st.integers(1, 4),
+    permille=st.integers(1, 999),
+)
+def test_sequences_that_are_adopted_only_if_nothing_else_runs_are_all_served(
+    todo: list[Work],
+    for_peer: list[bool],
+    reserved: bool,
+    num_blocks: int,
+    max_num_seqs: int,
+    permille: int,
+) -> None:
+    """So no sequence that awaits pruning waits for another that does, or for its row."""
+    run = Simulation(
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        budget=24,
+        max_pending_blocks=1000,
+        permille=permille,
+    )
+    for work, is_for_peer in zip(todo, for_peer, strict=False):
+        run.add(work, for_peer=is_for_peer, reserved=reserved)
+        for _ in range(work.at):
+            run.step()
+    for _ in range(MAX_STEPS):
+        if not run.step():
+            if not run.held:
+                break
+            run.adopt(run.held[0])
+    assert not run.scheduler.waiting, "a sequence was never served"
+    assert run.pool.num_used == run.pool.num_reserved == 0
+    assert run.scheduler.pending_transfers.num_blocks == 0
     assert run.answers == expected(todo, permille=permille)
 
 
@@ -282,14 +360,38 @@ def unpruned(work: Work) -> Work:
     return dataclasses.replace(work, request=request)
 
 
-def test_a_block_that_an_older_sequence_uses_is_never_written() -> None:
-    """The younger one is preempted until its blocks are free."""
+@pytest.mark.parametrize("num_blocks", range(17, 21))
+def test_a_sequence_without_blocks_for_its_copies_is_preempted_once(num_blocks: int) -> None:
+    """It shares blocks with an older one, which are never written. Then it has its own."""
     younger = conversation(0, history=36, last=4, max_tokens=9)
-    older = unpruned(younger)
-    run = Simulation(num_blocks=14, max_num_seqs=2, budget=80, permille=500)
+    older = unpruned(conversation(0, history=36, last=4, max_tokens=24))
+    run = Simulation(num_blocks=num_blocks, max_num_seqs=2, budget=80, permille=500)
     run.run([older, dataclasses.replace(younger, at=1)])
-    assert run.scheduler.num_preemptions > 0
+    assert run.without_copies == {"0": 1}
     assert run.answers == expected([older, younger], permille=500)
+
+
+def test_sequences_for_peers_that_share_blocks_do_not_wait_for_each_other() -> None:
+    """No lease ends here: only a sequence that is held is adopted."""
+    todo = []
+    for number in range(2):
+        work = conversation(number, history=36, last=4, delivered=2, max_tokens=6)
+        token_ids = (*work.request.token_ids[:38], 50 + number, *work.request.token_ids[39:])
+        todo.append(Work(dataclasses.replace(work.request, token_ids=token_ids), (), 0))
+    run = Simulation(num_blocks=18, max_num_seqs=2, budget=24, max_pending_blocks=22, permille=500)
+    for work in todo:
+        run.add(work, for_peer=True)
+        run.step()
+    assert (len(run.batch), run.pool.num_available) == (2, 1)
+    for _ in todo:
+        for _ in range(20):
+            run.step()
+        run.adopt(run.held[0])
+    while run.step():
+        pass
+    assert run.scheduler.num_preemptions == 1
+    assert run.answers == expected(todo, permille=500)
+    assert run.pool.num_used == run.scheduler.pending_transfers.num_blocks == 0
 
 
 def test_a_younger_sequence_is_preempted_for_the_blocks_that_it_shares() -> None:
@@ -332,10 +434,7 @@ def test_a_sequence_held_for_this_process_is_pruned_before_its_answer(delivered:
     while sequence.status is not Status.HELD:
         run.step()
     assert bool(sequence.num_dropped) is bool(delivered)
-    sequence.for_peer = False
-    run.held.remove(sequence)
-    run.scheduler.pending_transfers.discard(sequence)
-    run.scheduler.resume(sequence)
+    run.adopt(sequence)
     while run.step():
         pass
     assert run.answers["0"] == alone(work, permille=300)

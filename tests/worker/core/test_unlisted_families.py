@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families import (
     FAMILIES,
     ControlToken,
@@ -22,7 +23,6 @@ from vlm_worker.core.families import (
 from vlm_worker.core.families.generic import MODEL_TYPES, TEXT_DEFAULTS
 from vlm_worker.core.image_geometry import FramesProcessor, TilesProcessor
 from vlm_worker.media.patches import make_patches
-from vlm_worker.types import Attends
 
 TEXT = {
     "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "max_position_embeddings": 512,

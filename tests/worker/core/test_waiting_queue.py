@@ -17,10 +17,12 @@ class Item:
     priority: int
     arrival: int
     arrived_at: float
+    virtual_start: float = 0.0
 
 
 moves = st.lists(
     st.one_of(
+        st.tuples(st.just("push"), st.integers(-2, 2)),
         st.tuples(st.just("push"), st.integers(-2, 2)),
         st.tuples(st.just("take"), st.just(0)),
         st.tuples(st.just("discard"), st.integers(0, 40)),
@@ -39,7 +41,7 @@ def test_it_orders_as_a_sorted_list(done: list[tuple[str, int]]) -> None:
     now = 0.0
     for number, (move, value) in enumerate(done):
         if move == "push":
-            waiting.append(Item(value, number, now))
+            waiting.append(Item(value, number, now, float(value * number % 3)))
             queue.push(waiting[-1])
         elif move == "wait":
             now += value
@@ -57,8 +59,13 @@ def test_it_orders_as_a_sorted_list(done: list[tuple[str, int]]) -> None:
             waiting.remove(item)
             removed.append(item)
         oldest = min(waiting, key=lambda item: item.arrival, default=None)
-        first = min(waiting, key=lambda item: (-item.priority, item.arrival), default=None)
-        aged = oldest if oldest is not None and now - oldest.arrived_at >= AGEING else None
+        turn = min(waiting, key=lambda item: (item.virtual_start, item.arrival), default=None)
+        first = min(
+            waiting,
+            key=lambda item: (-item.priority, item.virtual_start, item.arrival),
+            default=None,
+        )
+        aged = turn if turn is not None and now - turn.arrived_at >= AGEING else None
         assert len(queue) == len(waiting)
         assert queue.oldest is oldest
         assert queue.first is first

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vlm_worker.core.fair_order import Rank
 from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.engine.events import EventStream, NeedItems
 from vlm_worker.engine.settings import EngineSettings
@@ -90,10 +91,10 @@ class ByHand:
         self.asked: dict[str, list[int]] = collections.defaultdict(list)
         self._images: dict[str, tuple[PreparedImage, ...]] = {}
 
-    def encode(self, name: str, images: Sequence[PreparedImage], *, priority: int = 0) -> None:
-        """Hand images to the encoder."""
+    def encode(self, name: str, images: Sequence[PreparedImage], **rank: Any) -> None:
+        """Hand images to the encoder; `rank` has fields of `Rank`."""
         stream: EventStream[Any] = EventStream(RequestKey(name, 0))
-        self.state.encode_requests.encode(stream.key, tuple(images), stream, priority=priority)
+        self.state.encode_requests.encode(stream.key, tuple(images), stream, rank=Rank(**rank))
 
     def submit(
         self, request: Request, images: Sequence[PreparedImage] = (), *, for_peer: bool = False

@@ -11,7 +11,8 @@ import asyncio
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,57 @@ async def test_an_engine_without_a_vocabulary_refuses_a_grammar() -> None:
             await answered(one, asked({"type": "boolean"}, max_tokens=20))
     finally:
         await one.stop()
+
+
+class OneAtATime(Vocabulary):
+    """Notes the grammars in the order in which they are compiled; the first one takes long."""
+
+    def __init__(self, watched: Callable[[], object] = lambda: None) -> None:
+        super().__init__(TOKENIZER, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
+        self.begun, self.end = threading.Event(), threading.Event()
+        self.order: list[bytes] = []
+        self.seen: list[object] = []
+        self._watched = watched
+
+    def compile(self, grammar: bytes) -> Matcher:
+        self.begun.set()
+        assert self.end.wait(60)
+        self.order.append(grammar)
+        self.seen.append(self._watched())
+        return super().compile(grammar)
+
+
+async def test_answers_that_have_begun_are_compiled_before_new_ones() -> None:
+    """A pod with one thread gets the requests of a lost one behind its own."""
+    words = OneAtATime()
+    constraints = Constraints(words, num_cpus=1)
+    begin = TOKENIZER.encode('"', add_special_tokens=False).ids
+    new = [asked({"type": "string", "title": str(number)}) for number in range(3)]
+    later = [asked({"type": "string", "title": f"begun {number}"}, begin) for number in range(2)]
+    tasks = [asyncio.create_task(constraints.prepare(new[0]))]
+    assert await asyncio.to_thread(words.begun.wait, 60)
+    tasks += [asyncio.create_task(constraints.prepare(one)) for one in (*new[1:], *later)]
+    await asyncio.sleep(0)  # all are in the line
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    words.end.set()
+    await asyncio.wait(tasks)
+    assert words.order == [one.sampling.grammar for one in (new[0], *later, new[2])]
+    assert [task.result().num_consumed for task in tasks[3:]] == [1, 1]
+
+
+async def test_the_next_matcher_of_a_running_answer_is_compiled_before_new_ones() -> None:
+    begin, inside = (TOKENIZER.encode(text, add_special_tokens=False).ids[0] for text in '"a')
+    answer = np.array([begin, *[inside] * (grammars.WINDOW - grammars.SPARE_TOKENS)], np.int32)
+    matcher = WORDS.compile(grammar_of({"type": "string"}))
+    words = OneAtATime(lambda: matcher._spare is not None)
+    constraints = Constraints(words, num_cpus=1)
+    tasks = [asyncio.create_task(constraints.prepare(asked({"type": "string"})))]
+    assert await asyncio.to_thread(words.begun.wait, 60)
+    tasks.append(asyncio.create_task(constraints.prepare(asked({"type": "string"}))))
+    await asyncio.sleep(0)
+    masks = constraints.start_masks([ConstrainedRow(0, matcher, answer)], 1)
+    await asyncio.to_thread(masks.words)
+    words.end.set()
+    await asyncio.gather(*tasks)
+    assert words.seen == [False, True]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from worker.answers import make_image
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
+from vlm_worker.core.fair_order import Rank
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.encoder_batches import EncoderQueue, num_pixels
 from vlm_worker.engine.settings import EngineSettings
@@ -34,7 +35,12 @@ def test_the_totals_are_those_of_the_queued_images(done: list[tuple[str, int, in
         if move == "push":
             image = make_image(number, num_tokens=num_tokens)
             entry = cache.begin(image.image_key, "owner", num_tokens=num_tokens)
-            queue.push(entry, image, RequestKey(str(number), 0), priority=value)
+            queue.push(
+                entry,
+                image,
+                RequestKey(str(number), 0),
+                rank=Rank(value, bytes(value % 2), float(value % 3)),
+            )
             waiting[entry] = image
         elif move == "abandon" and waiting:
             entry = list(waiting)[value % len(waiting)]

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker.answers import answer_alone, folded_positions, image_item, make_image
+from worker.answers import (
+    answer_alone,
+    folded_positions,
+    image_item,
+    make_image,
+    prompt_alone,
+)
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EventStream, ItemFailed, ItemReady, NeedItems
@@ -29,6 +35,7 @@ from vlm_worker.types import (
     FinishReason,
     ImageItem,
     PreparedImage,
+    PromptLogprobs,
     Request,
     RequestKey,
     SamplingParams,
@@ -80,6 +87,7 @@ def works(draw: st.DrawFn) -> list[Work]:
             frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
             logit_bias=draw(st.sampled_from([(), ((3, 1.5), (5, -2.0))])),
             num_logprobs=draw(st.sampled_from([None, 0, 2])),
+            num_prompt_logprobs=None if items else draw(st.sampled_from([None, 0, 2])),
         )
         key = RequestKey(f"r{number}", 0)
         request = Request(key, tuple(token_ids), len(token_ids), sampling, tuple(items))
@@ -94,6 +102,7 @@ class Line:
     encoder: Engine
     prefill: Engine
     decode: Engine
+    scored: dict[RequestKey, list[float]] = dataclasses.field(default_factory=dict)
 
     async def serve(self, work: Work) -> list[int]:
         """The whole answer; where an engine hands it over, it goes on with what was said."""
@@ -166,7 +175,14 @@ class Line:
                         await self._fetch(work, request, item)
                 case BlocksReady(num_blocks) if fetched and num_blocks > fetched[0]:
                     await self._fetch_blocks(request, fetched, num_blocks)
+                case PromptLogprobs(first_index, logprobs):
+                    known = self.scored.setdefault(request.key, [])
+                    assert first_index == len(known) + 1
+                    known += [one.logprob for one in logprobs]
                 case TokenEvent(index, token_id, logprobs=logprobs):
+                    if request.sampling.num_prompt_logprobs is not None:
+                        alone = prompt_alone(request, positions=folded_positions)
+                        assert self.scored.get(request.key, []) == alone
                     wanted = request.sampling.num_logprobs
                     told = None if wanted is None else token_logprobs(token_id, wanted)
                     assert (index, logprobs) == (len(answer), told)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from worker.answers import answer_alone, make_image
+from worker.engine.by_hand import ByHand
 from worker.engine.talk import error, events, first_token, tokens
 
+from vlm_worker.core.step_values import StepInputs
 from vlm_worker.errors import EngineError
 from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner
 from vlm_worker.types import FinishedEvent, ImageItem, Request, RequestKey, SamplingParams
@@ -31,6 +33,18 @@ def runner() -> ChecksumRunner:
     return ChecksumRunner(257)
 
 
+def count_observed(own: ChecksumRunner) -> list[np.ndarray]:
+    """The masses that a runner computes from now on."""
+    observe, observed = own.attention_mass, []
+
+    def noted(inputs: StepInputs) -> np.ndarray:
+        observed.append(observe(inputs))
+        return observed[-1]
+
+    own.attention_mass = noted  # type: ignore[method-assign]
+    return observed
+
+
 OPTIONS = {"max_model_len": 512, "max_num_batched_tokens": 64}
 
 
@@ -46,6 +60,34 @@ async def test_an_answer_is_computed_from_what_was_kept(start: Any, delivered: i
     assert stats.count("kv_pruned_sequences") == 1
     assert stats.count("kv_pruned_tokens") == (300 - 4) // 2
     assert stats.kv.running_tokens == 0
+
+
+class SlowPruning(ChecksumRunner):
+    """On its clock, an observation takes 5 s, a copy 2 s, and everything else nothing."""
+
+    now = 100.0
+
+    def attention_mass(self, inputs: Any) -> np.ndarray:
+        self.now += 5
+        return super().attention_mass(inputs)
+
+    def move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.now += 2
+        super().move_rows(sources, targets)
+
+
+async def test_the_time_of_pruning_is_counted(start: Any) -> None:
+    slow = SlowPruning(257)
+    engine = start(slow, kv_prune_text=PERMILLE, clock=lambda: slow.now, **OPTIONS)
+    seconds = []
+    for name, history in (("none", 40), ("one", 300), ("two", 300)):
+        request = conversation(name, history=history)
+        await events(engine.submit_prefill(request, for_peer=False))
+        seconds.append(engine.stats().count("kv_prune_seconds"))
+    slow.faults.move_error = MemoryError("no memory")
+    assert error(await events(engine.submit_prefill(conversation("bad"), for_peer=False)))
+    seconds.append(engine.stats().count("kv_prune_seconds"))
+    assert seconds == [0, 7, 14, 21]
 
 
 @pytest.mark.parametrize("delivered", [0, 2])
@@ -185,3 +227,47 @@ async def test_kv_whose_attention_is_not_finite_leaves_the_cache(start: Any) -> 
     told = await events(engine.submit_prefill(conversation("b"), for_peer=False))
     assert told[1].num_cached_tokens == 0
     assert tokens(told) == answer_alone(conversation("b"), kept_permille=PERMILLE)
+
+
+@pytest.mark.parametrize(
+    ("permille", "same_prompt", "num_blocks", "num_observed"),
+    [
+        (0, True, 183, 0),
+        (700, True, 154, 1),
+        (500, True, 134, 1),
+        (0, False, 190, 0),
+        (700, False, 665, 8),
+    ],
+)
+def test_the_choices_of_a_request_share_the_blocks_of_their_pruned_prompt(
+    permille: int, same_prompt: bool, num_blocks: int, num_observed: int
+) -> None:
+    """The figures of decision 0051: blocks of 4 tokens; the first choice begins before the rest.
+
+    Prompts that differ in the last turn have other attention, and share nothing.
+    """
+    engine = ByHand(1025, max_model_len=512, max_num_seqs=8, kv_prune_text=permille)
+    requests = []
+    for number in range(8):
+        name = str(number)
+        request = conversation(name, history=400, max_tokens=40, temperature=0.7, seed=number)
+        if not same_prompt:
+            token_ids = (*request.token_ids[:-4], 60 + number, *request.token_ids[-3:])
+            request = dataclasses.replace(request, token_ids=token_ids)
+        requests.append(request)
+    observed = count_observed(engine.runner)
+    engine.submit(requests[0])
+    while not engine.tokens("0"):
+        engine.turn()
+    for request in requests[1:]:
+        engine.submit(request)
+    num_used = []
+    while engine.turn():
+        num_used.append(engine.state.sequences.pool.num_used)
+    pool = engine.state.sequences.pool
+    assert max(num_used[len(num_used) // 2 :]) == num_blocks
+    assert len(observed) == num_observed
+    assert pool.num_used == 0
+    for request in requests:
+        name = request.key.request_id
+        assert engine.tokens(name) == answer_alone(request, kept_permille=permille)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import aiohttp
 
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.parts import ImagePart
 from vlm_worker.gateway.fetching import urls as rules
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import Media

@@ -180,6 +180,7 @@ async def stack(
     trace_ratio: float = 0.0,
     session_pin_seconds: int = 0,
     kv_prune_text: int = 0,
+    connect: Connect = WorkerClient,
     **changes: object,
 ) -> AsyncIterator[Stack]:
     """A gateway before workers of these roles and stages; all torn down in the end.
@@ -203,7 +204,8 @@ async def stack(
                 for role, stages in plans
             )
         )
-        connect = workers[0].server.connect if one_process else WorkerClient
+        if one_process:
+            connect = workers[0].server.connect
         settings = gateway_settings(workers, trace_ratio=trace_ratio, **changes)
         async with serving(settings, connect) as gateway:
             yield Stack(list(workers), gateway)

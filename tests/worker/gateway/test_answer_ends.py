@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import openai
@@ -12,8 +13,19 @@ from tokenizers import Tokenizer
 from worker.gateway.image_files import ask, png
 from worker.gateway.stack import E_PD, EPD, MODEL, ONE_PROCESS, Stack, client, stack, stack_of
 
+from vlm_worker.client import WorkerClient
+from vlm_worker.errors import PeerLostError
 from vlm_worker.testing import VOCABULARY
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import Request, Role, Stage
+from vlm_worker.wire.messages import (
+    DecodeCall,
+    DecodeEvent,
+    Finished,
+    FirstToken,
+    PrefillCall,
+    PrefillEvent,
+    Reply,
+)
 
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 NUM_TOKENS = 12
@@ -101,6 +113,82 @@ async def test_an_answer_with_min_tokens_continues_identically_if_its_decode_pod
                 await victim.kill()
         assert victim is not None
         assert text == whole.choices[0].message.content
+        await served.until_idle()
+
+
+class LosingClient(WorkerClient):
+    """Workers end answers with `stops`, as with a model's EOS: the gateway does not know them.
+
+    While `is_losing`, a first attempt loses its pod before that says that the answer ends.
+    """
+
+    stops: tuple[int, ...] = ()
+    is_losing = False
+    num_lost = 0
+
+    async def prefill(
+        self, call: PrefillCall, *, timeout: float
+    ) -> AsyncGenerator[Reply[PrefillEvent]]:
+        stopped = dataclasses.replace(call, request=self.stopped(call.request))
+        async with aclosing(super().prefill(stopped, timeout=timeout)) as replies:
+            async for reply in replies:
+                event = reply.event
+                if self.loses(call.request) and isinstance(event, FirstToken):
+                    event = dataclasses.replace(event, finish_reason=None)
+                yield dataclasses.replace(reply, event=event)
+
+    async def decode(
+        self, call: DecodeCall, *, timeout: float
+    ) -> AsyncGenerator[Reply[DecodeEvent]]:
+        stopped = dataclasses.replace(call, request=self.stopped(call.request))
+        async with aclosing(super().decode(stopped, timeout=timeout)) as replies:
+            async for reply in replies:
+                if self.loses(call.request) and isinstance(reply.event, Finished):
+                    type(self).num_lost += 1
+                    raise PeerLostError("the pod was lost behind the last token")
+                yield reply
+
+    def stopped(self, request: Request) -> Request:
+        sampling = dataclasses.replace(request.sampling, stop_token_ids=self.stops)
+        return dataclasses.replace(request, sampling=sampling)
+
+    def loses(self, request: Request) -> bool:
+        return self.is_losing and request.key.attempt == 1
+
+
+async def with_visible_first_token(api: openai.AsyncOpenAI, asked: dict[str, Any]) -> list[str]:
+    """Set the first seed whose first token has a text; the texts of its answer's tokens."""
+    for seed in range(20):
+        asked["seed"] = seed
+        first = await api.chat.completions.create(**asked | {"max_tokens": 1})
+        if first.choices[0].logprobs.content:
+            whole = await api.chat.completions.create(**asked)
+            return [one.token for one in whole.choices[0].logprobs.content]
+    raise AssertionError("no first token has a text")
+
+
+@pytest.mark.parametrize("at", [0, 4])
+async def test_a_pod_that_only_ends_an_answer_is_not_known_to_hold_its_prompt(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = (Role.DECODE, (Stage.PREFILL, Stage.DECODE))
+    async with stack(plan, plan, connect=LosingClient) as served, client(served) as api:
+        asked = body() | {"messages": [{"role": "user", "content": "What is this? " * 20}]}
+        texts = await with_visible_first_token(api, asked)
+        monkeypatch.setattr(LosingClient, "stops", tuple(ids_of(texts[at])))
+        usual = await api.chat.completions.create(**asked)
+        caches = served.gateway.context.registry.caches
+        known = set(caches._held)
+        assert len(known) == 1
+        monkeypatch.setattr(LosingClient, "is_losing", True)
+        monkeypatch.setattr(LosingClient, "num_lost", 0)
+        lost = await api.chat.completions.create(**asked)
+        assert LosingClient.num_lost == 1
+        assert lost.choices[0].finish_reason == usual.choices[0].finish_reason == "stop"
+        assert lost.choices[0].message.content == usual.choices[0].message.content
+        assert usual.usage.prompt_tokens_details.cached_tokens > 0
+        assert lost.usage == usual.usage
+        assert set(caches._held) == known
         await served.until_idle()
 
 

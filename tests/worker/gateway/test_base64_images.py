@@ -11,13 +11,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.gateway import images
-from vlm_worker.gateway.images import (
-    NotBase64Error,
-    TooManyBytesError,
-    decode_base64,
-    split_data_url,
-)
+from vlm_worker.gateway import base64_text
+from vlm_worker.gateway.base64_text import NotBase64Error, TooManyBytesError, decode_base64
+from vlm_worker.gateway.images import split_data_url
 from vlm_worker.gateway.turns import at_once
 
 
@@ -28,7 +24,7 @@ def decoded(text: bytes, *, max_bytes: int = 2**20, escaped: bool = False) -> tu
 
 @pytest.fixture(params=[8, 64, 65536])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(images, "_PIECE", request.param)
+    monkeypatch.setattr(base64_text, "PIECE_BYTES", request.param)
     return int(request.param)
 
 
@@ -54,7 +50,7 @@ def test_wrapped_unpadded_and_url_safe_base64_is_the_same_image(
     if escaped:
         text = json.dumps(text.decode())[1:-1].encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "_PIECE", size)
+        patch.setattr(base64_text, "PIECE_BYTES", size)
         assert decoded(text, escaped=escaped) == (data, xxhash.xxh3_128_digest(data))
         with pytest.raises(TooManyBytesError):
             decoded(text, escaped=escaped, max_bytes=len(data) - 1)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -23,6 +24,7 @@ class Seen:
         self.pods: dict[str, KnownPod] = {}
         self.now = 0.0
         self.problems: list[str] = []
+        self.gateways: list[int] = []
         self._changed = asyncio.Event()
 
     def __call__(self, pods: Sequence[KnownPod]) -> None:
@@ -53,6 +55,7 @@ async def watching(api: ApiServer, **options: object) -> AsyncIterator[Seen]:
         compat=COMPAT,
         on_pods=seen,
         on_problem=seen.problems.append,
+        on_gateways=seen.gateways.append,
         clock=lambda: seen.now,
     )
     task = asyncio.create_task(watch.run())
@@ -87,6 +90,36 @@ async def test_pods_come_change_and_go(api: ApiServer) -> None:
         await seen.until(lambda pods: set(pods) == {"b"})
     assert api.requests[0] == {"labelSelector": "triptych.dev/service=demo"}
     assert len(api.requests) == 2
+
+
+async def test_the_gateways_that_are_ready_are_counted(api: ApiServer) -> None:
+    def gateway(name: str, ready: str = "True", **more: object) -> dict[str, Any]:
+        made = pod(name, role="gateway", compat="other", **more)  # type: ignore[arg-type]
+        made["status"]["conditions"].append({"type": "Ready", "status": ready})
+        return made
+
+    await api.put(pod("a"))
+    await api.put(gateway("g1"))
+    async with watching(api) as seen:
+        await seen.until(lambda pods: set(pods) == {"a"})
+        for made, count in (
+            (gateway("g2", "False"), 1),
+            (gateway("g2"), 2),
+            (gateway("by-hand", owner=None), 2),
+            (gateway("g1", deleted=True), 1),
+            (gateway("g1", "False"), 1),
+        ):
+            seen.gateways.clear()
+            await api.put(made)
+            async with asyncio.timeout(60):
+                while not seen.gateways:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            assert seen.gateways[-1] == count, made
+        assert set(seen.pods) == {"a"}, "a gateway is no worker"
+        await api.delete("g2")
+        async with asyncio.timeout(60):
+            while seen.gateways[-1]:  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
 
 async def test_a_watch_that_ends_goes_on_where_it_was(api: ApiServer) -> None:

@@ -20,7 +20,8 @@ from worker.gateway.mutations import requests
 from worker.gateway.stack import gateway_settings
 
 from vlm_worker.gateway.context import GatewayContext
-from vlm_worker.gateway.http_app import AuthMiddleware, public_app
+from vlm_worker.gateway.cors import CorsApp
+from vlm_worker.gateway.http_app import public_app
 from vlm_worker.gateway.prompts import PromptBuilder
 
 SAMPLE = 50_000
@@ -35,9 +36,7 @@ LEAKS = re.compile(
 DECLARED = {400, 404, 413, 415, 503}
 
 
-async def answer(
-    app: AuthMiddleware, path: str, body: bytes, headers: list[Any]
-) -> tuple[int, bytes]:
+async def answer(app: CorsApp, path: str, body: bytes, headers: list[Any]) -> tuple[int, bytes]:
     """What the application says, without a server in between."""
     scope = {
         "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "scheme": "http",

@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.gateway import grammar_process
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import parse_chat
-from vlm_worker.gateway.grammar import Grammar, of_response_format, validated
+from vlm_worker.gateway.grammar import Grammar, exceeds, of_response_format, of_schema, validated
 from vlm_worker.gateway.grammar_checks import MAX_VERDICTS, MAX_WAITING, GrammarChecks
 from vlm_worker.gateway.memory import Bound, FullError
 from vlm_worker.gateway.turns import at_once
@@ -121,6 +123,55 @@ def test_a_wrong_response_format_is_refused_by_name(value: Any, param: str) -> N
     with pytest.raises(ApiError) as refused:
         of_response_format(value)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+class CountingPart(dict[str, Any]):
+    """A part of a schema that counts how often anything reads it."""
+
+    num_reads = 0
+
+    def items(self) -> Any:
+        CountingPart.num_reads += 1
+        return super().items()
+
+    def values(self) -> Any:
+        CountingPart.num_reads += 1
+        return super().values()
+
+
+def test_a_schema_that_is_too_large_is_refused_before_all_of_it_is_read() -> None:
+    part: Any = CountingPart(type="string")
+    num_parts = 1
+    while num_parts < MAX_GRAMMAR_BYTES // 2:
+        part, num_parts = {"anyOf": [part, part]}, 2 * num_parts
+    CountingPart.num_reads = 0
+    with pytest.raises(ApiError, match=f"more than the {MAX_GRAMMAR_BYTES} bytes") as refused:
+        of_schema(part, "p")
+    assert refused.value.param == "p"
+    assert CountingPart.num_reads < num_parts // 4
+
+
+async def test_a_character_counts_as_its_bytes(checks: GrammarChecks) -> None:
+    """With escapes, this schema would have twice its bytes."""
+    grammar = of({"const": "日" * (MAX_GRAMMAR_BYTES // 4)})
+    assert len(grammar.text.encode()) < MAX_GRAMMAR_BYTES
+    assert "日" in grammar.text
+    await checks.check(of({"enum": ["日", "é"]}), tenant="t")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(value=VALUES)
+def test_a_value_of_as_many_bytes_as_allowed_does_not_exceed_them(value: Any) -> None:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    assert not exceeds(value, num_bytes)
+    assert exceeds(value, -1)
+    assert exceeds([0] * num_bytes, num_bytes)
 
 
 def test_the_end_of_answers_cannot_be_ignored_and_constrained() -> None:

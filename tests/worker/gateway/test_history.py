@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from worker.gateway.image_files import ask, png
 from worker.gateway.stack import COLOCATED, E_PD, MODEL, Stack, stack
 
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.chat_template import ChatTemplate
 from vlm_worker.gateway.conversation import Conversation, TemplateFacts
 from vlm_worker.gateway.prompts import PromptBuilder

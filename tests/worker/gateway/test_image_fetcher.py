@@ -20,7 +20,7 @@ from confined import confined, refused
 from worker.gateway import fetch_attacks
 
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.parts import ImagePart
 from vlm_worker.gateway.config import ConfigWatcher
 from vlm_worker.gateway.fetching import fetcher as module
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher

@@ -8,7 +8,7 @@ from worker.gateway.stack import MODEL
 
 from vlm_worker.core.families import load_family
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.parts import ImagePart
 from vlm_worker.gateway.config import Config, Limits
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.turns import at_once

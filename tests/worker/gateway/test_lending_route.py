@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker.gateway.candidates import IMAGE, TEXT, D, E, P, decode, encoder, names, pod, prefill
 
+from vlm_worker.abilities import NO_MINIMUM, UNCONSTRAINED, UNSCORED
 from vlm_worker.route import (
     LENDING_MARGIN_SECONDS,
-    NO_MINIMUM,
-    UNCONSTRAINED,
     Candidate,
     Demand,
     NoRoute,
@@ -256,4 +255,15 @@ def test_an_answer_with_min_tokens_goes_to_pods_that_obey_them() -> None:
     new.append(decode("d1", min_tokens=True, num_inflight=9, kv_free_tokens=200))
     assert names(choose([*old, *new], demand)) == (None, "p1", "d1")
     assert choose(old, demand) == NoRoute(Stage.DECODE, NO_MINIMUM)
+    assert names(choose(old, TEXT)) == (None, "p0", "d0")
+
+
+def test_a_prompt_to_score_goes_to_pods_that_give_log_probabilities() -> None:
+    demand = dataclasses.replace(TEXT, is_scored=True)
+    old, new = [prefill("p0"), decode("d0")], [prefill("p1", prompt_logprobs=True)]
+    new.append(decode("d1", prompt_logprobs=True, num_inflight=9, kv_free_tokens=200))
+    assert names(choose([*old, *new], demand)) == (None, "p1", "d1")
+    assert choose(old, demand) == NoRoute(Stage.DECODE, UNSCORED)
+    one_token = dataclasses.replace(demand, needs_decode=False)
+    assert choose(old, one_token) == NoRoute(Stage.PREFILL, UNSCORED)
     assert names(choose(old, TEXT)) == (None, "p0", "d0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -21,7 +22,7 @@ from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.api.tools import Tool, ToolCall
 from vlm_worker.gateway.chat_template import ChatTemplate
-from vlm_worker.gateway.conversation import Conversation, TemplateFacts
+from vlm_worker.gateway.conversation import Conversation, TemplateFacts, continued
 from vlm_worker.gateway.prompts import PromptBuilder
 
 ANSWER = Message("assistant", "b")
@@ -252,3 +253,76 @@ def calling(name: str) -> PromptBuilder:
     tokens = builder._pieces.control_tokens
     builder._template = ChatTemplate(CALLING[name], tokens, {})
     return builder
+
+
+# ---- long conversations --------------------------------------------------------------------------
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> list[Message]:
+    """A question, and calls with their results before its answer."""
+    told = [Message("user", draw(TEXTS) or "q")]
+    for index in range(draw(st.integers(0, 2))):
+        call = ToolCall(f"call_{index}xyz", "f", "{}", {})
+        told.append(Message("assistant", draw(TEXTS), draw(st.none() | TEXTS), (call,)))
+        told.append(Message("tool", draw(TEXTS), tool_call_id=call.id, name="f"))
+    return [*told, Message("assistant", draw(TEXTS), draw(st.none() | TEXTS))]
+
+
+def by_all_ways(builder: PromptBuilder, said: Conversation, answer: Message) -> Any:
+    """The beginning by its definition: what all renderings of the conversation share."""
+    sends = any(message.reasoning is not None for message in said.messages)
+    rendered = []
+    for way in continued(answer, sends_reasoning=sends):
+        with contextlib.suppress(ApiError):
+            after = dataclasses.replace(said, messages=(*said.messages, *way))
+            rendered.append(builder._template.render(after))  # type: ignore[union-attr]
+    return builder._pieces.shared(rendered)
+
+
+@pytest.mark.parametrize("name", CALLING)
+@given(earlier=st.lists(turns(), max_size=4), answer=answers(), system=st.none() | TEXTS)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_two_or_three_renderings_give_what_all_of_them_share(
+    name: str, earlier: list[list[Message]], answer: Message, system: str | None
+) -> None:
+    builder = calling(name)
+    first = [] if system is None else [Message("system", system)]
+    messages = [*first, *(m for turn in earlier for m in turn)]
+    # without the last answer: the calls before it have reasoning that depends on what follows
+    said = Conversation(messages[:-1] if earlier else [*first, Message("user", "q")], TOOLS)
+    begun = builder.next_turn(said, answer, [])
+    pieces = by_all_ways(builder, said, answer)
+    if not pieces:
+        assert begun is None
+        return
+    assert begun is not None
+    ids = builder._pieces.encode(pieces)
+    assert begun.token_ids[len(begun.token_ids) - len(ids) :] == tuple(ids)
+
+
+class Counting(ChatTemplate):
+    """Notes how many messages and characters each rendering has."""
+
+    def _rendered(self, messages: Any, tools: Any, settings: Any, *, asks: bool = True) -> str:
+        self.sizes = [*getattr(self, "sizes", []), (len(messages), len(str((messages, tools))))]
+        return super()._rendered(messages, tools, settings, asks=asks)
+
+
+@pytest.mark.parametrize("num_turns", [40, 400])
+def test_a_long_conversation_is_rendered_few_times(num_turns: int) -> None:
+    """Each rendering is one with marks and one without."""
+    builder = PromptBuilder(MODEL)
+    template = Counting(CALLING["thinks"], builder._pieces.control_tokens, {})
+    builder._template, template.sizes = template, []
+    turn = [Message("user", "what is it? " * 9), Message("assistant", "red " * 99)]
+    call = ToolCall("call_0abc", "f", '{"x": "y"}', {"x": "y"})
+    answer = Message("assistant", "x " * 999, "hm " * 999, (call,))
+    tools = [dataclasses.replace(TOOLS[0], name=f"f{number}") for number in range(64)]
+    begun = builder.next_turn(Conversation([*turn * num_turns, turn[0]], tools), answer, [])
+    assert begun is not None
+    long = [size for size, _ in template.sizes if size > 2 * num_turns]
+    others = [length for size, length in template.sizes if size <= 2 * num_turns]
+    assert len(long) == 2 * 3
+    assert max(others) < 2_000
+    assert len(others) <= 2 * 28

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+
 import pytest
 
 from vlm_worker.gateway.orchestrate.generation import NoRouteError, RetryPolicy, Routing
@@ -94,3 +98,50 @@ async def test_a_request_after_the_deadline_does_not_wait() -> None:
     patience = default_patience()
     late = patience + 1.0
     assert await Request(patience=patience, comes=late, back=None).end() == (False, late)
+
+
+@pytest.mark.parametrize("wake", [0.0, 60.0])
+async def test_an_older_request_is_first_after_its_heartbeat(wake: float) -> None:
+    """The heartbeat of the older one comes when the younger one waits already."""
+
+    def clock() -> float:
+        return 0.0
+
+    registry = Registry(served_name="m", timers=PRODUCTION.scaled(0.001), clock=clock)
+    registry._lost_at[Stage.DECODE] = 0.0
+    choice, served, has_beaten = Choice(POD, ""), list[str](), asyncio.Event()
+    route: Route | NoRoute = NONE
+
+    async def request(name: str, heartbeat: Callable[[], Awaitable[None]]) -> None:
+        prompt = Prompt((1,))
+        digests = RequestDigests.of(prompt, (), salt=b"", block_size=4)
+        prepared = PreparedRequest(
+            name, (), lambda _: prompt, SamplingParams(5), b"", False, 0.0, digests,
+            wake_timeout_seconds=wake,
+        )  # fmt: skip
+        routing = Routing(
+            prepared,
+            trace=Trace(received=0.0, clock=clock),
+            registry=registry,
+            retry_policy=RetryPolicy(patience_seconds=60, max_waiting=8, clock=clock),
+            heartbeat=heartbeat,
+        )
+        await routing.find(lambda: route)
+        served.append(name)
+
+    async def younger_comes() -> None:
+        registry.timers = dataclasses.replace(registry.timers, heartbeat=60.0)
+        tasks.append(asyncio.create_task(request("younger", younger_comes)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        has_beaten.set()
+
+    tasks = [asyncio.create_task(request("older", younger_comes))]
+    async with asyncio.timeout(30):
+        await has_beaten.wait()
+        [queue] = registry.waiters._groups.values()
+        assert len(queue) == 2
+        route = Route(None, choice, choice)
+        registry.waiters.notify()
+        await asyncio.gather(*tasks)
+    assert served == ["older", "younger"]

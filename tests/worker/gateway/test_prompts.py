@@ -20,7 +20,8 @@ from worker.gateway.stack import MODEL
 
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.chat_template import ChatTemplate
 from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.prompts import PromptBuilder, check_context

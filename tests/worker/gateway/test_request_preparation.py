@@ -12,8 +12,8 @@ import pytest
 from worker.gateway.stack import BLOCK_SIZE, MODEL
 
 from vlm_worker.core.families import ModelConfigError
+from vlm_worker.gateway.api.completions import parse_completion
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import parse_completion
 from vlm_worker.gateway.config import Config, Salts
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.prompts import PromptBuilder

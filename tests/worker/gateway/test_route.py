@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker.gateway.candidates import IMAGE, TEXT, D, E, P, decode, encoder, names, pod, prefill
 
+from vlm_worker.abilities import NO_EMBEDDINGS
 from vlm_worker.route import (
     AFFINITY_SLACK_REQUESTS,
     AFFINITY_SLACK_SECONDS,
@@ -22,7 +23,7 @@ from vlm_worker.route import (
     missing_stages,
     rendezvous,
 )
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,37 @@ def test_a_stage_without_a_pool_runs_on_the_next_role(
     assert names(route) == expected
     assert isinstance(route, Route)
     assert route.reserve is reserve
+
+
+LAYOUT = EmbedLayout("revision", hidden_size=4, num_levels=1, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("layout", "takes"),
+    [
+        (None, False),
+        (LAYOUT, True),
+        (dataclasses.replace(LAYOUT, model_revision="newer"), True),
+        (dataclasses.replace(LAYOUT, hidden_size=8, num_levels=0), False),
+        (dataclasses.replace(LAYOUT, dtype="float16"), False),
+    ],
+)
+def test_an_embedding_goes_to_a_pod_that_takes_its_layout(
+    layout: EmbedLayout | None, takes: bool
+) -> None:
+    demand = dataclasses.replace(IMAGE, embed_layout=LAYOUT)
+    for pods, home in (
+        ([encoder(embed_layout=layout), prefill(), decode()], "e"),
+        ([prefill(stages=(E, P), embed_layout=layout), decode()], "p"),
+        ([decode(stages=(E, P, D), embed_layout=layout)], "d"),
+    ):
+        route = choose(pods, demand)
+        if takes:
+            assert names(route)[0] == home
+        else:
+            assert route == NoRoute(E, NO_EMBEDDINGS)
+            assert names(choose([*pods, encoder("e2", embed_layout=LAYOUT)], demand))[0] == "e2"
+        assert names(choose(pods, IMAGE))[0] == home
 
 
 def test_text_needs_no_encoder() -> None:

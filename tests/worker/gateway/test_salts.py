@@ -22,7 +22,9 @@ def keys_of(directory: Path, **keys: str) -> ApiKeys:
     directory.mkdir()
     for tenant, key in keys.items():
         (directory / tenant).write_text(f"{key}\n")
-    return load_keys(directory)
+    found, refused = load_keys(directory)
+    assert not refused
+    return found
 
 
 def of_names_alone(served_name: str, tenant: str) -> bytes:
@@ -109,3 +111,23 @@ async def test_the_same_tenant_shares_its_prefix_across_two_gateways(tmp_path: P
             cached.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert cached[0] == cached[1] == 0
     assert cached[2] > 0
+
+
+def test_keys_of_one_tenant_are_all_valid_and_the_first_gives_the_salt(tmp_path: Path) -> None:
+    """A rotation: the old key, both, the new one. The caches stay until the old key is removed."""
+    one, two = "the-old-key-of-alice", "the-new-key-of-alice"
+    old = keys_of(tmp_path / "old", alice=one, bob="b-key")
+    both = keys_of(tmp_path / "both", alice=f"{one}\r\n\n {two} ", bob="b-key")
+    new = keys_of(tmp_path / "new", alice=two, bob="b-key")
+    valid = [
+        [keys.tenant_of(f"Bearer {key}") for key in (one, two, "b-key", f"{one}\n")]
+        for keys in (old, both, new)
+    ]
+    assert valid == [
+        ["alice", None, "bob", "alice"],
+        ["alice", "alice", "bob", "alice"],
+        [None, "alice", "bob", None],
+    ]
+    assert both.tenants == old.tenants == ("alice", "bob")
+    salts = [Salts("m", lambda k=k: k).of("alice") for k in (old, both, new)]  # type: ignore[misc]
+    assert salts[0] == salts[1] != salts[2]

@@ -17,7 +17,7 @@ from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
 from vlm_worker.gateway.responses import chat_body, completion_body
 from vlm_worker.types import TokenLogprobs
-from vlm_worker.wire.messages import LOGPROBS
+from vlm_worker.wire.logprob_messages import LOGPROBS
 
 EMOJI = "😀é한"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest_asyncio
 from worker.gateway.image_files import ask, png
 from worker.gateway.stack import COLOCATED, client, gateway_settings, serving, stack
 
-from vlm_worker.gateway.gateway_server import Gateway
+from vlm_worker.gateway.gateway_server import Gateway, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -166,3 +168,71 @@ async def test_headers_keys_log_and_metrics_are_as_at_other_paths(
         *[("tokenize", "alice", "invalid")] * 2,
         ("tokenize", "alice", "ok"),
     ]
+
+
+IN_FLIGHT = [("/tokenize", {"prompt": "a red square"}), ("/detokenize", {"tokens": [65, 66]})]
+
+
+class InFlight:
+    """A request whose body lacks its last byte until `finish`."""
+
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        self._path, self._body = path, json.dumps({"model": "shapes", **body}).encode()
+        self.rest = asyncio.Event()
+
+    async def body(self) -> AsyncIterator[bytes]:
+        yield self._body[:-1]
+        await self.rest.wait()
+        yield self._body[-1:]
+
+    async def answer(self, gateway: Gateway) -> httpx.Response:
+        headers = {"content-type": "application/json", "content-length": str(len(self._body))}
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
+            return await http.post(self._path, content=self.body(), headers=headers)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - what it reads has no event
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("path", "body"), IN_FLIGHT)
+async def test_one_in_flight_is_no_activity(path: str, body: dict[str, Any]) -> None:
+    async with serving(gateway_settings([])) as gateway:
+        context, times, request = gateway.context, [1000.0], InFlight(path, body)
+        context.clock, context._last_active = lambda: times[0], 970.0
+        answer = asyncio.create_task(request.answer(gateway))
+        await until(lambda: context.num_inflight)
+        stats = context.stats()
+        request.rest.set()
+        assert (await answer).status_code == 200
+    assert (stats["inflight"], stats["wake"]["idle_seconds"]) == (1, 30), "a drain waits for it"
+
+
+@pytest.mark.parametrize(("path", "body"), IN_FLIGHT)
+async def test_a_drain_lets_one_finish(path: str, body: dict[str, Any]) -> None:
+    stop, request = asyncio.Event(), InFlight(path, body)
+    async with running(gateway_settings([], drain_timeout_seconds=60.0)) as gateway:
+        context = gateway.context
+        async with served_until(stop, gateway) as serve:
+            answer = asyncio.create_task(request.answer(gateway))
+            await until(lambda: context.num_inflight)
+            stop.set()
+            await until(lambda: context.refusing)
+            assert not serve.done()
+            request.rest.set()
+            assert (await answer).status_code == 200
+            await serve
+        assert not context.drain_ended.is_set()
+
+
+@contextlib.asynccontextmanager
+async def served_until(stop: asyncio.Event, gateway: Gateway) -> AsyncIterator[asyncio.Task[None]]:
+    """The gateway serves until `stop`; also if the test fails."""
+    serve = asyncio.create_task(gateway.serve(stop, notice_seconds=0.0))
+    try:
+        yield serve
+    finally:
+        stop.set()
+        await serve

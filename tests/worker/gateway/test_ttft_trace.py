@@ -30,3 +30,19 @@ def test_the_way_to_a_worker_belongs_to_whom_the_call_says(
     trace.first_byte_sent()
     owned = {name: seconds for name, seconds in trace.stages().items() if seconds > 1e-9}
     assert owned == pytest.approx(want)
+
+
+def test_a_reply_that_arrives_after_the_stages_were_asked_for_counts() -> None:
+    now = 10.0
+    trace = Trace(received=now, clock=lambda: now)
+    trace.gateway_waits()
+    call = trace.call()
+    event = Accepted("t", bytes(16), bytes(16), 10.0)
+    now += 2 * WAY + WORK
+    trace.first_byte_sent()
+    before = trace.stages()
+    assert before["prefill"] == 0.0
+    before["prefill"] = -1.0  # the result belongs to the caller
+    assert trace.stages()["prefill"] == 0.0
+    call.report(Reply(event, (StageSpan("prefill", 0.0, WORK, 1),), WORK))
+    assert trace.stages()["prefill"] == pytest.approx(WORK)

@@ -14,7 +14,8 @@ from worker.gateway.stack import MODEL
 from vlm_worker.core.families import load_family
 from vlm_worker.gateway import question_class
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart, Visual
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message, Visual
 from vlm_worker.gateway.config import Config, ConfigWatcher, Limits
 from vlm_worker.gateway.images import RequestImage, read_images
 from vlm_worker.gateway.question_class import Classified

@@ -12,6 +12,7 @@ from typing import Any, Self
 from worker.identity.law import Law, request_for
 from worker.identity.questions import Question
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady, NeedItems
@@ -19,15 +20,7 @@ from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
 from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.runner import ModelRunner
-from vlm_worker.types import (
-    Attends,
-    FailedEvent,
-    FinishedEvent,
-    FinishReason,
-    Request,
-    Stage,
-    TokenEvent,
-)
+from vlm_worker.types import FailedEvent, FinishedEvent, FinishReason, Request, Stage, TokenEvent
 
 EOS = 2
 _numbers = itertools.count()

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from worker.identity.questions import Question
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
 from vlm_worker.model.runner import ModelRunner
-from vlm_worker.types import Attends
 
 
 @dataclasses.dataclass(eq=False)

@@ -172,6 +172,8 @@ async def test_chunks_hits_company_and_failover_change_no_answer(
         requests = [conversation(number) for number in range(3)]
         together = await asyncio.gather(*(answer(engine, *of) for of in requests))
         assert list(together) == alone
+        choices = await asyncio.gather(*(answer(engine, *conversation(0)) for _ in range(3)))
+        assert choices == [alone[0]] * 3, "a choice differs that shares pruned blocks"
         delivered = tuple(alone[1][:9])
         rest = await answer(engine, *conversation(1, delivered=delivered))
         assert rest == alone[1][9:]

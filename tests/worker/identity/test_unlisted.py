@@ -21,7 +21,7 @@ from worker.identity.test_families import (
 )
 from worker.unlisted_checkpoints import UNLISTED, make_unlisted, unlist
 
-from vlm_worker.types import Attends
+from vlm_worker.attends import Attends
 
 ROUNDS = 8
 MASKS = {

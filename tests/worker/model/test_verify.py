@@ -12,12 +12,13 @@ import torch
 from worker.identity.engines import make_runner
 from worker.unlisted_checkpoints import make_unlisted, unlist
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families import Family, ModelConfigError
 from vlm_worker.core.families.generic import MODEL_TYPES
 from vlm_worker.model import generic, runner
 from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.loader import load_model
-from vlm_worker.types import Attends, Stage
+from vlm_worker.types import Stage
 
 LM = (Stage.PREFILL, Stage.DECODE)
 MASKS = {

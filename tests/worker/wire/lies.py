@@ -10,8 +10,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from vlm_worker.types import (
+    EmbedLayout,
     FinishReason,
     ImageItem,
+    PromptLogprobs,
     Request,
     RequestKey,
     Role,
@@ -73,6 +75,7 @@ def server_doors() -> dict[str, Door]:
     images = (
         messages.EncodeItem("e-1", 100, 64, 48, 4, 0, "PNG"),
         messages.EncodeItem("e-2", 90, 64, 48, 4, 0, "PNG"),
+        messages.EncodeItem("e-3", 64, 0, 0, 4, 0, "bfloat16", grid_thw=(1, 4, 4)),
     )
     encoding = messages.EncodeCall(KEY, images, b"s" * 32)
     prefilling = messages.PrefillCall(REQUEST, "t-1", (SOURCE,))
@@ -97,7 +100,7 @@ def client_doors() -> dict[str, Door]:
     limits = messages.Limits(64, 10_000, 4096, 256)
     hello = messages.Hello(
         Role.DECODE, frozenset({Stage.DECODE}), "m", "r", "p", "u", b"b" * 16, b"f" * 16,
-        b"g" * 16, "c", "int8", limits,
+        b"g" * 16, "c", "int8", limits, embed_layout=EmbedLayout("r", 8, 1, "bfloat16"),
     )  # fmt: skip
     load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
     broken = messages.DecodedItem(0, (0, 0, 0), b"", messages.ItemError("", "no"))
@@ -111,6 +114,7 @@ def client_doors() -> dict[str, Door]:
         "Accepted": (messages.Accepted("t-1", b"b" * 16, b"f" * 16, 10.0), prefilling),
         "FirstToken": (messages.FirstToken(0, 7, 4, FinishReason.STOP, LOGPROBS), prefilling),
         "PrefillDone": (messages.PrefillDone(), prefilling),
+        "PromptLogprobs": (PromptLogprobs(1, (LOGPROBS, LOGPROBS), (1, 3)), prefilling),
         "Tokens": (messages.Tokens(1, (7, 8), (LOGPROBS, LOGPROBS)), decoding),
         "Finished": (messages.Finished(FinishReason.LENGTH, 8), decoding),
     }

@@ -14,8 +14,10 @@ from vlm_worker.annotations import MAX_TEXT
 from vlm_worker.errors import IncompatibleError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
+    EmbedLayout,
     FinishReason,
     ImageItem,
+    PromptLogprobs,
     Request,
     RequestKey,
     Role,
@@ -50,6 +52,7 @@ samplings = st.builds(
         st.integers(0, 2**31 - 1), st.sampled_from([-100.0, 0.5, 100.0]), max_size=4
     ).map(lambda biases: tuple(sorted(biases.items()))),
     num_logprobs=st.none() | st.integers(0, 20),
+    num_prompt_logprobs=st.none() | st.integers(0, 20),
     grammar=st.sampled_from([b"", b'start: "\xc3\xbc"', b"x" * (256 << 10)]),
 )
 LOGPROBS = TokenLogprobs(-0.5, ((7, -0.5), (9, -2.25)))
@@ -72,6 +75,7 @@ def requests(draw: st.DrawFn) -> Request:
         items=tuple(items),
         cache_salt=draw(st.sampled_from([b"", b"s" * 32])),
         priority=draw(st.integers(-1000, 1000)),
+        weighted_seconds=draw(st.sampled_from([0.0, 0.125, 1e9])),
     )
 
 
@@ -99,8 +103,16 @@ def test_a_decode_call_survives(request: Request) -> None:
 
 def test_an_encode_call_survives() -> None:
     items = tuple(messages.EncodeItem(t, 100, 640, 480, 12, 5000, "JPEG") for t in ("t", "u"))
+    rows = messages.EncodeItem("v", 100, 0, 0, 12, 0, "bfloat16", grid_thw=(1, 6, 8))
     call = messages.EncodeCall(
-        KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3, pins_session=True
+        KEY,
+        (*items, rows),
+        b"s" * 32,
+        last_resort=True,
+        skip_corrupt=True,
+        priority=-3,
+        pins_session=True,
+        weighted_seconds=2.5,
     )
     message = pb.EncodeBegin.FromString(messages.ENCODE_CALL.encode(call).SerializeToString())
     assert messages.ENCODE_CALL.decode(message) == call
@@ -123,6 +135,7 @@ ENCODE, PREFILL, DECODE = messages.ENCODE_REPLY, messages.PREFILL_REPLY, message
         (messages.FirstToken(3, 7, 0, FinishReason.STOP), PREFILL),
         (messages.FirstToken(0, 7, 64, None, LOGPROBS), PREFILL),
         (messages.PrefillDone(), PREFILL),
+        (PromptLogprobs(5, (LOGPROBS, TokenLogprobs(-3.0)), (1, 900)), PREFILL),
         (messages.Tokens(4, (1, 2, 3)), DECODE),
         (messages.Tokens(4, (7, 8), (LOGPROBS, TokenLogprobs(-3.0))), DECODE),
         (messages.Finished(FinishReason.DRAINED, 9), DECODE),
@@ -158,7 +171,11 @@ def test_hello_and_load_survive() -> None:
         limits=messages.Limits(64, 4096, 2048, 8),
         grammars=True,
         min_tokens=True,
+        prompt_logprobs=True,
+        embed_layout=EmbedLayout("r", 8, 1, "bfloat16"),
     )
+    older = dataclasses.replace(hello, embed_layout=None)
+    assert messages.HELLO.decode(messages.HELLO.encode(older)) == older
     assert messages.HELLO.decode(messages.HELLO.encode(hello)) == hello
     load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
     assert messages.LOAD.decode(messages.LOAD.encode(load)) == load
@@ -235,6 +252,7 @@ def test_items_that_overlap_are_refused() -> None:
     [
         ("max_tokens", 0),
         ("num_logprobs", 22),
+        ("num_prompt_logprobs", 22),
         *((name, value) for name in FLOATS for value in (-1e30, 1e30, math.nan, math.inf)),
     ],
 )
@@ -272,6 +290,31 @@ def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[Any]) -> No
     tokens = pb.Tokens(first_index=0, token_ids=[1, 2], logprobs=logprobs)
     with pytest.raises(InvalidRequestError, match="logprobs"):
         messages.DECODE_REPLY.decode(pb.DecodeReply(tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"first_index": 0}, "first_index"),
+        ({"logprobs": [], "ranks": []}, "logprobs"),
+        ({"ranks": [1]}, "ranks"),
+        ({"ranks": [1, 0]}, "ranks"),
+        ({"ranks": [1, 2**32 - 1]}, "ranks"),
+        ({"logprobs": [pb.TokenLogprobs(logprob=math.nan)] * 2}, "logprob"),
+        ({"logprobs": [pb.TokenLogprobs(logprob=-1.0)] * 1025}, "logprobs"),
+    ],
+)
+def test_log_probabilities_of_a_prompt_that_cannot_be_are_refused(
+    changes: dict[str, Any], what: str
+) -> None:
+    fields: dict[str, Any] = {
+        "first_index": 1,
+        "logprobs": [pb.TokenLogprobs(logprob=-1.0)] * 2,
+        "ranks": [1, 2],
+    }
+    part = pb.PromptLogprobs(**fields | changes)
+    with pytest.raises(InvalidRequestError, match=what):
+        messages.PREFILL_REPLY.decode(pb.PrefillReply(prompt_logprobs=part))
 
 
 def test_a_value_that_lacks_a_field_of_its_message_is_refused_at_import() -> None:

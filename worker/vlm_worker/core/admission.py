@@ -86,13 +86,17 @@ class AdmissionController:
         return self._watermark + withheld
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest prefix hit that leaves a token to compute (K4).
+        """Blocks of the longest prefix hit within `Sequence.max_cached_tokens`.
 
-        Answer tokens of a pruned sequence have other KV than those that are published.
+        Answer tokens of a pruned sequence have other KV than those that are published. A sequence
+        that needs its own blocks shares none, so that its pruning needs no further block.
         """
         pool = self._pool
-        most = pool.kinds.of(sequence).num_full(sequence.num_computable_tokens - 1)
-        return pool.match(sequence.hashes[:most])
+        most = pool.kinds.of(sequence).num_full(sequence.max_cached_tokens)
+        blocks = pool.match(sequence.hashes[:most])
+        if sequence.needs_own_blocks:
+            return list(itertools.takewhile(lambda block: not pool.is_used(block), blocks))
+        return blocks
 
     def admit_ready(self, *, to_prune: bool) -> None:
         """Give rows to the sequences with complete KV; those that await pruning if `to_prune`.

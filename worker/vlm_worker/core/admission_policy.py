@@ -1,4 +1,4 @@
-"""Admission order: priority, age, the quotas of two lanes, and the queue that follows them. Pure.
+"""Admission order: priority, turns, age, two lanes' quotas, and the queue that follows them. Pure.
 
     lanes       candidates: one `WaitingQueue` under `fcfs`, text and vision under `dual_queue`
     reserved    candidates of both lanes with reserved blocks, the oldest first
@@ -16,7 +16,8 @@ is backed up if more than twice its bound wait:
     neither                    both up to half; the lane goes first that did not go first last time
 
 Under every policy, a sequence that arrived `ageing_seconds` ago is aged. Aged sequences go first,
-the oldest before the others, with the top priority of the batch: no sequence starves.
+the oldest before the others, with the top priority of the batch: no sequence starves. If tenants
+take turns (`fair_order`), the sequence whose turn it is goes first once it has aged.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import operator
 from collections.abc import Mapping
 from typing import Final, Self
 
+from vlm_worker.core.fair_order import FairOrder
 from vlm_worker.core.sequence import Lane, Sequence
 from vlm_worker.core.waiting_queue import LazyHeap, WaitingQueue
 from vlm_worker.settings import AdmissionPolicy, AdmissionSettings
@@ -43,9 +45,9 @@ _arrival = operator.attrgetter("arrival")
 class AdmissionReason(enum.StrEnum):
     """Why a sequence was admitted next.
 
-    ORDER: by priority and arrival (`fcfs`). AGED: it waited for `ageing_seconds`. BACKLOG: its lane
-    was backed up. FILLING: the backed-up lane left capacity. BALANCED: no lane was backed up.
-    RESERVED: its blocks are reserved, and no sequence before it could be admitted.
+    ORDER: by priority, turn and arrival (`fcfs`). AGED: it waited for `ageing_seconds`. BACKLOG:
+    its lane was backed up. FILLING: the backed-up lane left capacity. BALANCED: no lane was backed
+    up. RESERVED: its blocks are reserved, and no sequence before it could be admitted.
     """
 
     ORDER = "order"
@@ -117,6 +119,7 @@ class AdmissionQueue:
         self._reserved: LazyHeap[Sequence] = LazyHeap()
         self._awaiting: LazyHeap[Sequence] = LazyHeap()
         self._blocked = _queue(settings)
+        self._fair_order = FairOrder()
         self._count = dict.fromkeys(LANES, 0)
         self._last_first = Lane.VISION
 
@@ -138,11 +141,16 @@ class AdmissionQueue:
         self._count[sequence.lane] += 1
         self.num_tokens += sequence.num_tokens
         sequence.on_unblock = self._unblocked
+        if sequence.virtual_start < 0:
+            _, flow, seconds = sequence.rank
+            sequence.virtual_start = self._fair_order.start(flow, seconds)
         self._put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; not within a round."""
         self._out(sequence)
+        _, flow, seconds = sequence.rank
+        self._fair_order.cancelled(flow, seconds, start=sequence.virtual_start)
         self._forget(sequence)
 
     @property
@@ -181,6 +189,8 @@ class AdmissionQueue:
         self._count[sequence.lane] -= 1
         self.num_tokens -= sequence.num_tokens
         sequence.on_unblock = None
+        if not self:
+            self._fair_order.emptied()
 
     def _unblocked(self, sequence: Sequence) -> None:
         self.num_changes += 1
@@ -225,6 +235,7 @@ class AdmissionRound:
         assert self._seen[-1] is sequence
         self._seen.pop()
         self._admitted[sequence.lane] += 1
+        self._waiting._fair_order.admitted(sequence.virtual_start)
         self._waiting._forget(sequence)
         self._waiting.num_admitted[self._reason] += 1
         if self._reason in {quota.reason for quota in self._quotas}:

@@ -74,6 +74,7 @@ class Entry:
         session_seconds: of the session pin that it gets when it is ready; 0 for none.
         is_from_disk: the disk tier filled it.
         counts_as_disk: its next counted hit is one of the disk tier.
+        is_given: a client gave the embedding. The disk tier does not store it.
         waiters: called once when the entry is ready (None) or has failed.
     """
 
@@ -89,6 +90,7 @@ class Entry:
     session_seconds: float = 0.0
     is_from_disk: bool = False
     counts_as_disk: bool = False
+    is_given: bool = False
     waiters: list[Callable[[Exception | None], None]] = dataclasses.field(default_factory=list)
 
     def notify(self, error: Exception | None) -> None:

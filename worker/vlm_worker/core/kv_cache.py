@@ -150,6 +150,10 @@ class BlockPool:
                 if self._is_visual[block]:
                     self._cached_visual[block] = None
 
+    def is_used(self, block: int) -> bool:
+        """Whether a block has a reference."""
+        return self._ref[block] > 0
+
     def is_shared(self, block: int) -> bool:
         """Whether a block has more than one reference."""
         return self._ref[block] > 1

@@ -52,6 +52,7 @@ class PersistentBatch:
         priority: int64 [N]
         logit_edits: by row, for the rows that want any
         matchers: by row, for the rows with a grammar
+        scoring: the rows whose prompts are not scored as far as wanted (`prompt_scores`)
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class PersistentBatch:
         self.logit_edits: dict[int, LogitEdits] = {}
         self.early_edits: dict[int, tuple[int, LogitEdits]] = {}
         self.matchers: dict[int, Matcher] = {}
+        self.scoring: set[int] = set()
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._ordered_rows = np.zeros(num_rows, np.int64)  # rows of `running`, in order
         self._decode_rows: np.ndarray | None = None
@@ -198,6 +200,10 @@ class PersistentBatch:
         self._set_edits(row, sequence)
         if sequence.matcher is not None:
             self.matchers[row] = sequence.matcher
+        if not prefilling:
+            sequence.num_scored = sequence.num_to_score  # where its prompt was computed
+        elif sequence.num_scored < sequence.num_to_score:
+            self.scoring.add(row)
         self._members_changed(prefilling=prefilling)
 
     def remove(self, sequence: Sequence) -> None:
@@ -210,6 +216,7 @@ class PersistentBatch:
         self.logit_edits.pop(row, None)
         self.early_edits.pop(row, None)
         self.matchers.pop(row, None)
+        self.scoring.discard(row)
         self.awaiting_pruning.pop(sequence, None)
         self.sequences[row] = None
         at = bisect.bisect_left(self.running, sequence.arrival, key=_arrival)
@@ -284,6 +291,13 @@ class PersistentBatch:
         self.num_tokens[rows] = num_tokens + 1
         stopped = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         return stopped, num_tokens + 1 >= self.limit[rows]
+
+    def record_scored(self, sequence: Sequence, end: int) -> None:
+        """Record that the positions of a prompt before `end` are scored."""
+        sequence.num_scored = max(sequence.num_scored, min(end, sequence.num_to_score))
+        if sequence.num_scored == sequence.num_to_score:
+            assert sequence.row is not None
+            self.scoring.discard(sequence.row)
 
     def end_prefill(self, sequence: Sequence) -> None:
         """Let a sequence decode: all its known tokens are computed."""

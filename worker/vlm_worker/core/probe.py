@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families import Family
 from vlm_worker.core.image_geometry import Grid
 from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
-from vlm_worker.types import Attends, ImageItem
+from vlm_worker.types import ImageItem
 
 NUM_ANSWER = 4
 """Tokens behind a prompt, computed as those of an answer."""

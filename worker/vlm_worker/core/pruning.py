@@ -116,11 +116,15 @@ def plan_moves(
     """
     start = first * block_size
     tokens = kept[start:]
-    slots = np.arange(start, start + len(tokens))
-    old, new = np.asarray(blocks, np.int64), np.asarray(targets, np.int64)
-    sources = old[tokens // block_size] * block_size + tokens % block_size
-    placed = new[slots // block_size - first] * block_size + slots % block_size
-    return SlotMoves(sources, placed)
+    sources = slots_of(blocks, tokens, block_size=block_size)
+    return SlotMoves(sources, slots_of(targets, np.arange(len(tokens)), block_size=block_size))
+
+
+def slots_of(blocks: Sequence[int], rows: np.ndarray, *, block_size: int) -> np.ndarray:
+    """The slots of the rows with these numbers in `blocks`: int64."""
+    first_slots = np.asarray(blocks, np.int64) * block_size
+    slots: np.ndarray = first_slots[rows // block_size] + rows % block_size
+    return slots
 
 
 def first_changed_block(kept: np.ndarray, *, block_size: int) -> int:

@@ -68,6 +68,10 @@ def validate_request(
             "ignore_eos does not let a constrained answer go on: its grammar says where it ends",
             param="ignore_eos",
         )
+    if request.sampling.num_prompt_logprobs is not None and request.items:
+        raise InvalidRequestError(
+            "prompt_logprobs are of text; the prompt has images", param="prompt_logprobs"
+        )
     _check_min_tokens(request.sampling)
     _check_items(request, max_image_tokens=max_image_tokens)
 

@@ -23,6 +23,8 @@ Written KV blocks are published to the prefix cache (K3):
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from vlm_worker.core.admission import AdmissionController
@@ -118,7 +120,7 @@ class Scheduler:
         return self.pruner.ready
 
     def prune(
-        self, sequence: Sequence, mass: np.ndarray
+        self, sequence: Sequence, mass: np.ndarray | None
     ) -> tuple[SlotMoves | None, list[Sequence]]:
         """Prune one of `sequences_to_prune` that still runs; see `Pruner.prune`.
 
@@ -165,11 +167,16 @@ class Scheduler:
         plan = self._plan(decodes, token_budget.chunks)
         return SchedulerOutput(plan, admitted, preempted, stalled, blocked_on_kv)
 
-    def update(self, plan: StepPlan, sampled: np.ndarray) -> StepOutcome:
-        """Record a step. `sampled` is int64 [R], one token per sampled row, or `NOT_FINITE`."""
+    def update(
+        self, plan: StepPlan, sampled: np.ndarray, *, failed: Collection[int] = ()
+    ) -> StepOutcome:
+        """Record a step. `sampled` is int64 [R], one token per sampled row, or `NOT_FINITE`.
+
+        The rows `failed` of prompts fail too; if they are sampled, their token is `NOT_FINITE`.
+        """
         outcome = StepOutcome(token_ids=sampled.tolist())
-        if min(outcome.token_ids, default=0) < 0:
-            failed_rows = plan.sampled_rows[sampled < 0]
+        if failed or min(outcome.token_ids, default=0) < 0:
+            failed_rows = np.union1d(plan.sampled_rows[sampled < 0], np.array([*failed], np.int64))
             outcome.failed = self._fail(failed_rows)
             plan = plan.without(set(failed_rows.tolist()))
             sampled = sampled[sampled >= 0]
@@ -248,28 +255,31 @@ class Scheduler:
         return blocks
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt a sequence for the pruning of another; False if that one must wait itself.
+        """Preempt a sequence for the pruning of another; False if it is that one itself.
 
-        A sequence whose KV is for a peer is not preempted: it awaits pruning in its row.
+        That one is admitted again when its prompt fits in blocks of its own.
         """
         victim = self._victim(sequence)
-        if victim is not sequence or not sequence.for_peer:
-            self._preempt(victim)
-            self._pruning_preempted.append(victim)
+        self._preempt(victim)
+        self._pruning_preempted.append(victim)
+        sequence.needs_own_blocks |= victim is sequence
         return victim is not sequence
 
     def _victim(self, sequence: Sequence) -> Sequence:
         """The sequence to preempt so that `sequence` gets a block.
 
         It is the youngest of the lowest priority. No sequence before `sequence` in this order, and
-        none whose KV a peer reads, is preempted; if no other is left, it is `sequence` itself.
+        none whose KV a peer reads, is preempted; if no other is left, it is `sequence` itself. A
+        peer reads no KV that is to be pruned.
         """
-        others = [s for s in self.batch.running if not s.for_peer]
+        ready = self.pruner.is_ready
+        others = [other for other in self.batch.running if not other.for_peer or ready(other)]
         return max([sequence, *others], key=preemption_order)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a running sequence; it is recomputed from its first token."""
         self._leave(sequence)
+        self.pending_transfers.discard(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_computed_tokens, sequence.num_dropped = [], 0, 0
         sequence.unblock()
@@ -312,6 +322,8 @@ class Scheduler:
             if end == batch.num_tokens[sequence.row]:
                 num_blocks = shape.num_blocks(end)
                 batch.end_prefill(sequence)
+            if sequence.row in batch.scoring:
+                batch.record_scored(sequence, end)
             outcome.prefilled.append((sequence, end, num_blocks))
         rows = rows[plan.samples[plan.num_decodes :]]
         sequences = batch.members(rows)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from vlm_worker.core.block_kinds import BlockShape
+from vlm_worker.core.fair_order import Rank
 from vlm_worker.core.grammars import Matcher
 from vlm_worker.types import ImageItem, Request
 
@@ -66,6 +67,8 @@ class Sequence:
         kept_permille: the share of its history's text that keeps its KV after the prompt; 0 if it
             is not pruned (`pruning`).
         num_dropped: tokens whose KV was dropped; the slot of a later token is its index less them.
+        needs_own_blocks: it was preempted because it could not copy the blocks that it shared; from
+            then on it hits no block that another sequence uses.
         block_shape: the tokens of each of its blocks; `BlockKinds.of` computes it.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
@@ -73,11 +76,15 @@ class Sequence:
         pending_blocks: blocks that a peer has not read (`PendingKVTransfers`).
         embeddings: per item, its encoder output if it is here, or None.
         aged_priority: the top running priority when it was admitted by age; used for preemption.
+        virtual_start: its place among tenants that take turns (`fair_order`); negative before the
+            queue gave it one, which it keeps when it is preempted.
         num_bypassed: sequences admitted before it because it lacked blocks or budget.
         is_blocked: it waits for an embedding, or for permission to request one; it is not examined
             until `unblock`.
         on_unblock: callback of the queue, called by `unblock`.
         matcher: of its grammar, or None.
+        num_scored: positions of the prompt whose logits gave a log-probability to the caller, in
+            order; of `num_to_score`.
         output: belongs to the engine; opaque here.
     """
 
@@ -96,6 +103,7 @@ class Sequence:
     whole_prompt: bool = False
     kept_permille: int = 0
     num_dropped: int = 0
+    needs_own_blocks: bool = False
     blocks: list[int] = dataclasses.field(default_factory=list)
     block_shape: BlockShape | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
@@ -104,10 +112,12 @@ class Sequence:
     pending_blocks: int = 0
     embeddings: list[Any] = dataclasses.field(default_factory=list)
     aged_priority: int = MIN_PRIORITY
+    virtual_start: float = -1.0
     num_bypassed: int = 0
     is_blocked: bool = False
     on_unblock: Callable[[Sequence], None] | None = None
     matcher: Matcher | None = None
+    num_scored: int = 0
     output: Any = None
 
     @property
@@ -118,6 +128,12 @@ class Sequence:
     def priority(self) -> int:
         """A larger priority goes first."""
         return self.request.priority
+
+    @property
+    def rank(self) -> Rank:
+        """What orders it among waiting sequences."""
+        request = self.request
+        return Rank(request.priority, request.cache_salt, request.weighted_seconds)
 
     @property
     def is_blocked_on_encoder(self) -> bool:
@@ -149,6 +165,25 @@ class Sequence:
     def num_computable_tokens(self) -> int:
         """Tokens that it may compute now, those with KV included."""
         return self.request.num_prompt_tokens if self.awaits_pruning else self.num_tokens
+
+    @property
+    def num_to_score(self) -> int:
+        """Positions of the prompt whose logits the caller wants: all but the last, or none.
+
+        The logits of position i have the log-probability of token i + 1.
+        """
+        wants = self.request.sampling.num_prompt_logprobs is not None
+        return self.request.num_prompt_tokens - 1 if wants else 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens that a prefix hit may cover: a token is left to compute (K4).
+
+        A position that is not scored yet is computed, because cached KV has no logits.
+        """
+        num_tokens = self.num_computable_tokens - 1
+        is_scored = self.num_scored >= self.num_to_score
+        return num_tokens if is_scored else min(num_tokens, self.num_scored)
 
     def move(self, status: Status) -> None:
         """Change the status; TRANSITIONS must allow it."""

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from vlm_worker.core.persistent_batch import DecodeColumns, PersistentBatch
+from vlm_worker.core.prompt_scores import scored_chunks, scored_rows
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.step_values import (
     ConstrainedRow,
@@ -79,6 +80,7 @@ class BatchBuilder:
             image_rows=tuple(image_rows),
             sample_rows=query_start[1:][plan.samples].astype(np.int64) - 1,
             sampling=self._sampling(plan.sampled_rows),
+            scored=scored_rows(scored_chunks(batch, plan)),
         )
 
     def _build_decodes(self, columns: DecodeColumns) -> StepInputs:

@@ -136,6 +136,21 @@ def sampling_columns(num_rows: int) -> dict[str, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Q packed positions of prompts whose logits give the log-probability of the next token.
+
+    Attributes:
+        rows: [Q] int64; packed positions.
+        token_ids: [Q] int64; the prompt's token behind each.
+        num_top: the largest number of likeliest tokens that a sequence wants.
+    """
+
+    rows: np.ndarray
+    token_ids: np.ndarray
+    num_top: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step. T new tokens of S sequences; R of them are sampled.
 
@@ -152,6 +167,7 @@ class StepInputs:
         image_rows: embedding rows that this step reads.
         sample_rows: [R] int64; packed positions whose logits are sampled.
         sampling: parameters of these R rows.
+        scored: rows whose prompt tokens get log-probabilities; None if no sequence wants them.
     """
 
     token_ids: np.ndarray
@@ -164,6 +180,7 @@ class StepInputs:
     image_rows: tuple[ImageRows, ...]
     sample_rows: np.ndarray
     sampling: SampleParams
+    scored: ScoredRows | None = None
 
 
 NOT_FINITE = -1
@@ -171,33 +188,63 @@ NOT_FINITE = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of the Q tokens of `ScoredRows`, of the model's own distribution.
+
+    Attributes:
+        logprobs: [Q] float32; NaN in a row whose logits have NaN or infinity.
+        ranks: [Q] int64; 1 if no other token is likelier.
+        top_ids, top_logprobs: [Q, K] int64 and float32, most likely first.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def has_shape(self, num_rows: int) -> bool:
+        """Whether there are results for `num_rows` rows."""
+        has_rows = self.logprobs.shape == self.ranks.shape == (num_rows,)
+        return has_rows and len(self.top_ids) == num_rows == len(self.top_logprobs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The results of the R sampled rows of a step.
+    """The results of the R sampled rows of a step, and those of its scored rows.
 
     Attributes:
         token_ids: [R] int64; `NOT_FINITE` fails only the sequence of that row.
         logprobs: [R] float32, of these tokens; None if no row wants any.
         top_ids, top_logprobs: [R, K] int64 and float32, most likely first; K is the largest number
             that a row wants.
+        scores: of the rows in `StepInputs.scored`; None without any.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    scores: Scores | None = None
 
     @property
     def _arrays(self) -> tuple[np.ndarray | None, ...]:
         return self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
 
-    def has_shape(self, num_rows: int) -> bool:
-        """Whether every array has `num_rows` rows."""
+    def has_shape(self, num_rows: int, scored: ScoredRows | None) -> bool:
+        """Whether every array has `num_rows` rows, and the scores those of `scored`."""
+        if scored is not None and not (self.scores and self.scores.has_shape(len(scored.rows))):
+            return False
         has_rows = all(array is None or len(array) == num_rows for array in self._arrays)
         return has_rows and self.token_ids.ndim == 1
 
+    def failing(self, is_failed: np.ndarray) -> StepOutput:
+        """The output with `NOT_FINITE` in the sampled rows of bool [R] `is_failed`."""
+        token_ids = np.where(is_failed, NOT_FINITE, self.token_ids)
+        return dataclasses.replace(self, token_ids=token_ids)
+
     @property
     def finite(self) -> StepOutput:
-        """The output without the rows of `NOT_FINITE`."""
+        """The sampled rows of the output without those of `NOT_FINITE`."""
         kept = self.token_ids != NOT_FINITE
         return StepOutput(
             self.token_ids[kept],

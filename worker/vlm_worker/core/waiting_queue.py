@@ -1,10 +1,13 @@
-"""A queue by priority and arrival, in which an item that has aged goes first. Pure.
+"""A queue by priority, turn and arrival, in which an item that has aged goes first. Pure.
 
-    by order     (-priority, arrival)    the first one is next
-    by age       arrival                 its first one is next if it has waited `ageing_seconds`
+    by order     (-priority, start, arrival)    the first one is next
+    by turn      (start, arrival)               its first one is next if it has waited
+                                                `ageing_seconds`, whatever its priority
+    by arrival   arrival                        the oldest one, for statistics
 
-There are two heaps because a preempted prompt or a postponed image is pushed again with its old
-arrival. Push, discard and next are O(log n) amortised, oldest is O(1) amortised.
+`start` is of `fair_order`: a tenant's flood does not age before the turns of others. Heaps, because
+a preempted prompt or a postponed image is pushed again with its old start and arrival. Push,
+discard and next are O(log n) amortised, oldest is O(1) amortised.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ class Queued(Protocol):
     def arrival(self) -> int: ...
     @property
     def arrived_at(self) -> float: ...
+    @property
+    def virtual_start(self) -> float: ...
 
 
 T = TypeVar("T")
@@ -75,44 +80,49 @@ class LazyHeap(Generic[T]):
 
 
 class WaitingQueue(Generic[Q]):
-    """Items by order and by age. One that has waited `ageing_seconds` goes before the others."""
+    """Items by order and by turn. One that has waited `ageing_seconds` goes before the others."""
 
     def __init__(self, *, ageing_seconds: float) -> None:
         self._ageing_seconds = ageing_seconds
         self._by_order: LazyHeap[Q] = LazyHeap()
-        self._by_age: LazyHeap[Q] = LazyHeap()
+        self._by_turn: LazyHeap[Q] = LazyHeap()
+        self._by_arrival: LazyHeap[Q] = LazyHeap()
 
     def __len__(self) -> int:
-        return len(self._by_age)
+        return len(self._by_arrival)
 
     def __contains__(self, item: Q | None) -> bool:
-        return item in self._by_age
+        return item in self._by_arrival
 
     @property
     def oldest(self) -> Q | None:
         """The item that arrived first."""
-        return self._by_age.first
+        return self._by_arrival.first
 
     @property
     def first(self) -> Q | None:
-        """The first item by priority and arrival, whatever the age of the others."""
+        """The first item by priority, turn and arrival, whatever the age of the others."""
         return self._by_order.first
 
     def aged(self, *, now: float) -> Q | None:
-        """The oldest item if it has aged. `now` is on the clock of `arrived_at`."""
-        oldest = self._by_age.first
-        has_aged = oldest is not None and now - oldest.arrived_at >= self._ageing_seconds
-        return oldest if has_aged else None
+        """The item whose turn it is if it has aged. `now` is on the clock of `arrived_at`."""
+        first = self._by_turn.first
+        has_aged = first is not None and now - first.arrived_at >= self._ageing_seconds
+        return first if has_aged else None
 
     def next(self, *, now: float) -> Q | None:
-        """The next item: the oldest if it has aged, else the first by order."""
+        """The next item: the one whose turn it is if it has aged, else the first by order."""
         return self.aged(now=now) or self._by_order.first
 
     def push(self, item: Q) -> None:
-        """Add an item; one that is pushed again is ordered by its old arrival."""
-        self._by_order.push((-item.priority, item.arrival), item)
-        self._by_age.push(item.arrival, item)
+        """Add an item; one that is pushed again is ordered by its old start and arrival."""
+        turn = (item.virtual_start, item.arrival)
+        self._by_order.push((-item.priority, *turn), item)
+        self._by_turn.push(turn, item)
+        self._by_arrival.push(item.arrival, item)
 
     def discard(self, item: Q) -> bool:
         """Remove an item; False if it is not in the queue."""
-        return self._by_order.discard(item) and self._by_age.discard(item)
+        self._by_turn.discard(item)
+        self._by_arrival.discard(item)
+        return self._by_order.discard(item)

@@ -15,9 +15,10 @@ import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor
@@ -26,6 +27,8 @@ from vlm_worker.core.grammars import GrammarError, Matcher, Vocabulary, fill_mas
 from vlm_worker.core.step_values import ConstrainedRow
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import Request
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ class Constraints:
         self._lock = threading.Lock()
         self.num_threads = min(MAX_THREADS, max(1, num_cpus // 4))
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._compiler = ThreadPoolExecutor(self.num_threads, thread_name_prefix="grammars")
+        self._compiler = _Compiler(self.num_threads)
         self._executor = LLExecutor(self.num_threads)
         self.num_compiled = 0
         self.compile_seconds = 0.0
@@ -80,10 +83,13 @@ class Constraints:
     async def prepare(self, request: Request) -> Matcher:
         """The matcher of a request with a grammar, after its delivered tokens. For one sequence.
 
+        A request with delivered tokens, of a lost pod, goes before new ones.
+
         Raises InvalidRequestError if it is no grammar, or exceeds a limit.
         """
         make = functools.partial(self.matcher, request)
-        return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
+        has_begun = len(request.token_ids) > request.num_prompt_tokens
+        return await asyncio.wrap_future(self._compiler.submit(make, has_begun=has_begun))
 
     def matcher(self, request: Request) -> Matcher:
         """As `prepare`, on the calling thread: milliseconds."""
@@ -114,8 +120,40 @@ class Constraints:
         self.mask_seconds += self._clock() - started
         for matcher, _ in pairs:
             if matcher.claim_spare():
-                self._compiler.submit(matcher.make_spare)
+                self._compiler.submit(matcher.make_spare, has_begun=True)
         return words
+
+
+class _Compiler:
+    """Threads that compile grammars: first those of answers that have begun, each in order.
+
+    A small worker has one thread. Clients see a pause in an answer, and new requests are many.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammars")
+        self._begun: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._new: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, compile_it: Callable[[], T], *, has_begun: bool) -> Future[T]:
+        future: Future[T] = Future()
+        (self._begun if has_begun else self._new).append((future, compile_it))
+        self._threads.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        try:
+            future, compile_it = self._begun.popleft()
+        except IndexError:
+            future, compile_it = self._new.popleft()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            made = compile_it()
+        except BaseException as error:  # noqa: BLE001 - the future's owner gets it
+            future.set_exception(error)
+        else:
+            future.set_result(made)
 
 
 def matcher_of(

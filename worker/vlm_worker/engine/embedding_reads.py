@@ -20,6 +20,7 @@ from typing import Final
 from vlm_worker.core.disk_index import DiskIndex, StoredFile
 from vlm_worker.core.embedding_file import HEAD_BYTES, StoredEmbedding, file_name
 from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
+from vlm_worker.core.fair_order import Rank
 from vlm_worker.core.session_pins import SessionPins
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.embedding_files import EmbeddingFiles, Ended, ReadJob, WriteJob
@@ -141,11 +142,9 @@ class EmbeddingReads:
     def is_reading(self, entry: Entry) -> bool:
         return entry in self._reads
 
-    def encoding(
-        self, entry: Entry, image: PreparedImage, key: RequestKey, priority: int
-    ) -> Encode:
+    def encoding(self, entry: Entry, image: PreparedImage, key: RequestKey, rank: Rank) -> Encode:
         """What `fill` and `join` call if the disk does not fill the entry."""
-        return functools.partial(self._queue.push, entry, image, key, priority=priority)
+        return functools.partial(self._queue.push, entry, image, key, rank=rank)
 
     def fill(self, entry: Entry, encode: Encode | None, *, counted: bool = True) -> None:
         """Read an entry that began to be filled if the disk has it in time; else encode it.
@@ -312,6 +311,8 @@ class EmbeddingReads:
         row_bytes = self._context.runner.embed_layout.row_bytes
         if self._files is None or entry.num_bytes != entry.num_tokens * row_bytes:
             return  # a reduced image
+        if entry.is_given:  # each request brings it: no read would be saved
+            return
         name = file_name(entry.image_key)
         self._write(self._files, entry, name)
         self._pin_as(entry, name)

@@ -1,6 +1,7 @@
 """Encode calls on the engine thread: which items are pending, and which embeddings are pinned.
 
     encode(key, images) --HIT--> ItemReady
+                        --GIVEN-> a client's rows -> cache -> ItemReady
                         --JOIN-> wait for the encoding in flight
                         --MISS-> EmbeddingReads: disk, or EncoderQueue -> cache -> all waiting calls
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
+from vlm_worker.core.fair_order import FIRST_COME, Rank
 from vlm_worker.core.limits import Demand, QueueLimit
 from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, EngineContext, ResourceKind, Totals
@@ -31,6 +33,7 @@ from vlm_worker.errors import (
     DuplicateError,
     EngineError,
     GoneError,
+    InvalidImageError,
     InvalidRequestError,
     WorkerError,
 )
@@ -47,7 +50,7 @@ class EncodeCall:
     attempt: Attempt
     stream: EventStream[EncodeEvent]
     pending: set[int]
-    priority: int
+    rank: Rank
     events: EventBuffer
     kind = ResourceKind.ENCODE_CALL
     num_bytes = 0
@@ -183,7 +186,7 @@ class EncodeRequests:
         images: tuple[PreparedImage, ...],
         stream: EventStream[EncodeEvent],
         *,
-        priority: int = 0,
+        rank: Rank = FIRST_COME,
         pins_session: bool = False,
     ) -> None:
         if not images:
@@ -198,7 +201,7 @@ class EncodeRequests:
             self._events.end(stream)
             return
         attempt = self._attempts.open(key)
-        call = EncodeCall(attempt, stream, set(items), priority, self._events)
+        call = EncodeCall(attempt, stream, set(items), rank, self._events)
         attempt.acquire(call)
         for item, image in enumerate(images):
             self._begin(call, item, image)
@@ -243,7 +246,7 @@ class EncodeRequests:
         return self._reduced.num_pins
 
     # ---- for prompts -----------------------------------------------------------------------------
-    def find(self, image: ImageItem) -> Entry | None:
+    def find(self, image: ImageItem | PreparedImage) -> Entry | None:
         """The entry of an image, cached or being encoded."""
         return self.cache.find(image.image_key, num_tokens=image.num_tokens, now=self._clock())
 
@@ -350,32 +353,58 @@ class EncodeRequests:
     def _begin(self, call: EncodeCall, item: int, image: PreparedImage) -> None:
         attempt, now = call.attempt, self._clock()
         owner = (attempt.key, item)
+        is_new = bool(image.rows.nbytes) and self.find(image) is None
         try:
-            entry = self._entry(image, owner, attempt.key, priority=call.priority)
+            entry = self._entry(image, owner, attempt.key, rank=call.rank)
         except EngineError as error:
             self._failed(call, item, error)
             return
+        except CorruptTransferError as error:  # of the client's rows
+            self._failed(call, item, InvalidImageError(str(error), item=item))
+            return
         attempt.acquire(EmbeddingPin(entry, owner, item, self._num_bytes(image), self))
         if entry.ready:
-            self._ready(call, item, entry, (now, now, now), cache_hit=True)
+            self._ready(call, item, entry, (now, now, now), cache_hit=not is_new)
             return
         entry.waiters.append(lambda error: self._item_filled(call, item, entry, now, error))
 
     def _entry(
-        self, image: PreparedImage, owner: Hashable, key: RequestKey, *, priority: int
+        self, image: PreparedImage, owner: Hashable, key: RequestKey, *, rank: Rank
     ) -> Entry:
         """The entry of an image, cached, in flight or queued now; pinned for `owner`."""
         image_key, num_tokens, now = image.kept_key, image.kept_tokens, self._clock()
         cached = self.cache.lookup(image_key, owner, num_tokens=num_tokens, now=now)
         if cached is not None:
-            if not image.is_reduced_after:
-                self.reads.join(cached, self.reads.encoding(cached, image, key, priority))
+            if not image.is_reduced_after and not image.rows.nbytes:
+                self.reads.join(cached, self.reads.encoding(cached, image, key, rank))
             return cached
+        if image.rows.nbytes:
+            return self._given(image, owner)
         if image.is_reduced_after:
             reduced = self._reduced.from_cache(image, owner)
-            return reduced or self._reduced.encode(image, owner, key, priority=priority)
+            return reduced or self._reduced.encode(image, owner, key, rank=rank)
         entry = self.cache.begin(image_key, owner, num_tokens=num_tokens, counted=False, now=now)
-        self.reads.fill(entry, self.reads.encoding(entry, image, key, priority))
+        self.reads.fill(entry, self.reads.encoding(entry, image, key, rank))
+        return entry
+
+    def _given(self, image: PreparedImage, owner: Hashable) -> Entry:
+        """Cache the embedding that a client gave, pinned for `owner`. It waits for no encoder.
+
+        Raises:
+            CorruptTransferError: the rows have another size, or a value that is not finite.
+            EngineError: the device fails.
+        """
+        try:
+            embedding = self.copies.import_embedding(image.rows, image.num_tokens)
+        except EngineError as error:
+            self._context.device_errors.record(error)
+            raise
+        now = self._clock()
+        entry = self.cache.begin(image.image_key, owner, num_tokens=image.num_tokens, now=now)
+        entry.is_given = True
+        self.cache.complete(entry, embedding, now=now)
+        entry.notify(None)
+        self.queue.on_ready(image.image_key)
         return entry
 
     def _answer(self, answer: Callable[[bool], None], *, is_cached: bool) -> None:

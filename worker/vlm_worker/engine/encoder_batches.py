@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry
+from vlm_worker.core.fair_order import FairOrder, Rank
 from vlm_worker.core.step_time import StepTimeModel
 from vlm_worker.core.waiting_queue import WaitingQueue
 from vlm_worker.engine.attempts import EngineContext
@@ -38,9 +39,14 @@ class EncodeTask:
     entry: Entry
     image: PreparedImage
     key: RequestKey
-    priority: int
+    rank: Rank
+    virtual_start: float
     arrival: int
     arrived_at: float
+
+    @property
+    def priority(self) -> int:
+        return self.rank.priority
 
     @property
     def num_patches(self) -> int:
@@ -76,6 +82,7 @@ class EncoderQueue:
         self._runner, self._settings, self._clock = context.runner, context.settings, context.clock
         ageing_seconds = context.settings.admission.ageing_seconds
         self._queue: WaitingQueue[EncodeTask] = WaitingQueue(ageing_seconds=ageing_seconds)
+        self._fair_order = FairOrder()
         self._tasks: dict[Entry, EncodeTask] = {}
         self._num_pushed = 0
         self._async_batch: tuple[list[EncodeTask], Future[tuple[list[Any], float]]] | None = None
@@ -103,15 +110,20 @@ class EncoderQueue:
         """Predicted encoder seconds for `num_tokens` visual tokens."""
         return self.work.predict(num_tokens, units_per_step=self._settings.max_encode_tokens)
 
-    def push(self, entry: Entry, image: PreparedImage, key: RequestKey, *, priority: int) -> None:
+    def push(self, entry: Entry, image: PreparedImage, key: RequestKey, *, rank: Rank) -> None:
         """Queue the encoding of an entry, for a request."""
         self._num_pushed += 1
-        self._push(EncodeTask(entry, image, key, priority, self._num_pushed, self._clock()))
+        start = self._fair_order.start(rank.flow, rank.weighted_seconds)
+        number, now = self._num_pushed, self._clock()
+        self._push(EncodeTask(entry, image, key, rank, start, number, now))
 
     def abandon(self, entry: Entry) -> None:
         """Remove an entry from the queue: no call waits for it."""
         if entry in self._tasks:
-            self._remove(self._tasks[entry])
+            task = self._tasks[entry]
+            self._remove(task)
+            _, flow, seconds = task.rank
+            self._fair_order.cancelled(flow, seconds, start=task.virtual_start)
             self._fail(entry, CancelledError("no call waits for this image"))
 
     def drain(self, error: Exception) -> int:
@@ -179,9 +191,12 @@ class EncoderQueue:
                 later.append(task)
                 continue
             batch.append(task)
+            self._fair_order.admitted(task.virtual_start)
             num_tokens += task.image.encoded_tokens
         for task in later:
             self._push(task)
+        if not self._queue:
+            self._fair_order.emptied()
         return batch
 
     def _push(self, task: EncodeTask) -> None:

@@ -26,6 +26,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+from vlm_worker.core.fair_order import FIRST_COME, Rank
 from vlm_worker.core.grammars import Matcher
 from vlm_worker.engine.attempts import BlockLoan
 from vlm_worker.engine.constraints import Constraints
@@ -107,13 +108,14 @@ class Engine:
         key: RequestKey,
         images: Sequence[PreparedImage],
         *,
-        priority: int = 0,
+        rank: Rank = FIRST_COME,
         pins_session: bool = False,
     ) -> EventStream[EncodeEvent]:
         """Encode images, or find them in the cache. Item numbers are positions in `images`.
 
-        Images of a larger priority run first, except before images that waited too long. With
-        `pins_session`, they are evicted after others for `session_pin_seconds`.
+        Images of a larger priority run first, except before images that waited too long. The
+        weighted seconds of `rank` are those of each image. With `pins_session`, they are evicted
+        after others for `session_pin_seconds`.
 
         Each ready item stays pinned for (key, item) until `release_embedding` or `cancel`. The
         stream ends after one event per item. If a limit is reached, or while draining, each item
@@ -123,7 +125,7 @@ class Engine:
 
         def work(state: State) -> None:
             state.encode_requests.encode(
-                key, tuple(images), stream, priority=priority, pins_session=pins_session
+                key, tuple(images), stream, rank=rank, pins_session=pins_session
             )
 
         def refuse(error: EngineError) -> None:

@@ -1,6 +1,7 @@
 """Prunes the KV of conversations between two steps: observe, choose, copy. Engine thread only.
 
 sequences_to_prune ─▶ runner: attention of the last rows ─▶ scheduler: blocks ─▶ runner: copy rows
+                   └─ a twin was pruned ───────────────────────▲
 
 If a call of the runner fails, the sequence fails, and its blocks are freed.
 """
@@ -22,60 +23,65 @@ logger = logging.getLogger(__name__)
 
 
 class KVPruning:
-    """Prunes the sequences whose prompt is computed."""
+    """Prunes the sequences whose prompt is computed.
+
+    Attributes:
+        seconds: time that it took, of failed attempts too.
+    """
 
     def __init__(self, context: EngineContext, sequences: Sequences) -> None:
         self._context, self._sequences = context, sequences
         self._scheduler = sequences.scheduler
-        # Sequences without blocks for their rest, with what there was when they were tried.
-        self._missing: dict[Sequence, tuple[int, int]] = {}
+        self.seconds = 0.0
 
     def run(self) -> bool:
         """Prune all sequences that are ready; True if one was preempted for their blocks."""
         ready = self._scheduler.sequences_to_prune()
         if not ready:
-            self._missing.clear()
             return False
-        self._missing = {one: tried for one, tried in self._missing.items() if one in ready}
         self._context.events.flush()  # the first tokens do not wait for it
+        started = self._context.clock()
         has_preempted = False
         for sequence in ready:
-            if sequence.row is None or self._missing.get(sequence) == self._has():
-                continue  # preempted for another, or tried with the same blocks
+            if sequence.row is None:
+                continue  # preempted for another
             try:
                 has_preempted |= self._prune(sequence)
             except WorkerError as error:
                 self._context.device_errors.record(error)
                 self._sequences.fail(sequence, error)
+        self.seconds += self._context.clock() - started
         return has_preempted
 
-    def _has(self) -> tuple[int, int]:
-        """What decides whether a sequence gets blocks: free ones, and who shares them."""
-        return self._sequences.pool.num_available, len(self._sequences.batch)
-
     def _prune(self, sequence: Sequence) -> bool:
-        runner = self._context.runner
-        inputs = self._scheduler.pruner.observed_inputs(sequence)
-        mass = run_device_copy("observing attention", lambda: runner.attention_mass(inputs))
-        if mass.shape != (sequence.request.num_prompt_tokens,) or not np.isfinite(mass).all():
-            blocks = sequence.blocks
-            error = EngineError("the attention of the prompt's last rows is not finite")
-            self._context.device_errors.record(error)
-            self._sequences.fail(sequence, error)
-            self._sequences.pool.invalidate(blocks)  # nothing else has read this KV yet
-            return False
+        mass = None
+        if self._scheduler.pruner.twin_of(sequence) is None:
+            mass = self._observe(sequence)
+            if mass is None:
+                return False
         moves, preempted = self._scheduler.prune(sequence, mass)
         for victim in preempted:  # before its blocks are written, or it is admitted again
             self._sequences.readable_blocks.revoke(victim.request.key)
             self._sequences.release_pins(victim)
-        if moves is None:
-            if sequence.row is not None:
-                self._missing[sequence] = self._has()
-        else:
+        if moves is not None:
             # peers do not read the copies: they are not what the hashes say
             self._sequences.readable_blocks.revoke(sequence.request.key)
             self._copy(sequence, moves)
         return bool(preempted)
+
+    def _observe(self, sequence: Sequence) -> np.ndarray | None:
+        """The attention of the prompt's last rows; None if it is not finite: the sequence fails."""
+        runner = self._context.runner
+        inputs = self._scheduler.pruner.observed_inputs(sequence)
+        mass = run_device_copy("observing attention", lambda: runner.attention_mass(inputs))
+        if mass.shape == (sequence.request.num_prompt_tokens,) and np.isfinite(mass).all():
+            return mass
+        blocks = sequence.blocks
+        error = EngineError("the attention of the prompt's last rows is not finite")
+        self._context.device_errors.record(error)
+        self._sequences.fail(sequence, error)
+        self._sequences.pool.invalidate(blocks)  # nothing else has read this KV yet
+        return None
 
     def _copy(self, sequence: Sequence, moves: SlotMoves) -> None:
         move_rows = self._context.runner.move_rows

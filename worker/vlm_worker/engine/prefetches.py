@@ -193,7 +193,7 @@ class Prefetches:
             logger.exception("prefetch failed")
             self._context.device_errors.record(error)
             return False
-        if not output.has_shape(len(inputs.sample_rows)):
+        if not output.has_shape(len(inputs.sample_rows), inputs.scored):
             logger.error("prefetch failed: the runner did not answer for its rows")
             return False
         running.num_computed += plan.num_tokens

@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
+from vlm_worker.core.fair_order import Rank
 from vlm_worker.engine.attempts import EngineContext
 from vlm_worker.engine.embedding_reads import EmbeddingReads
 from vlm_worker.engine.encoder_batches import EncoderQueue
@@ -78,12 +79,12 @@ class ReducedImages:
         return entry
 
     def encode(
-        self, image: PreparedImage, owner: Hashable, key: RequestKey, *, priority: int
+        self, image: PreparedImage, owner: Hashable, key: RequestKey, *, rank: Rank
     ) -> Entry:
         """Read or encode the whole image, or join that; returns the entry to be filled."""
         entry = self._begin(image, owner)
         whole = self._cache.find(image.image_key, num_tokens=image.num_tokens, now=self._clock())
-        self._fill_whole(entry, image, key, priority, may_read=whole is None)
+        self._fill_whole(entry, image, key, rank, may_read=whole is None)
         return entry
 
     def abandon(self, entry: Entry) -> bool:
@@ -105,7 +106,7 @@ class ReducedImages:
         entry: Entry,
         image: PreparedImage,
         key: RequestKey,
-        priority: int,
+        rank: Rank,
         *,
         may_read: bool,
     ) -> None:
@@ -114,18 +115,18 @@ class ReducedImages:
         whole = self._cache.find(image.image_key, num_tokens=image.num_tokens, now=now)
         if whole is not None and not whole.ready:
             self._cache.lookup(image.image_key, entry, num_tokens=image.num_tokens, now=now)
-            self._reads.join(whole, self._reads.encoding(whole, image, key, priority))
+            self._reads.join(whole, self._reads.encoding(whole, image, key, rank))
         else:
             whole = self._cache.begin(
                 image.image_key, entry, num_tokens=image.num_tokens, counted=not may_read, now=now
             )
-            encode = self._reads.encoding(whole, image, key, priority)
+            encode = self._reads.encoding(whole, image, key, rank)
             if may_read:
                 self._reads.fill(whole, encode)
             else:
                 encode()
         self._wholes[entry] = whole
-        filled = functools.partial(self._on_filled, entry, whole, image, key, priority)
+        filled = functools.partial(self._on_filled, entry, whole, image, key, rank)
         whole.waiters.append(filled)
 
     def _on_filled(
@@ -134,7 +135,7 @@ class ReducedImages:
         whole: Entry,
         image: PreparedImage,
         key: RequestKey,
-        priority: int,
+        rank: Rank,
         error: Exception | None,
     ) -> None:
         if self._wholes.get(entry) is not whole:  # abandoned meanwhile
@@ -150,7 +151,7 @@ class ReducedImages:
         if error is not None:
             self._fail(entry, error)
         elif embedding is None:  # a request for another reduction began the encoding
-            self._fill_whole(entry, image, key, priority, may_read=False)
+            self._fill_whole(entry, image, key, rank, may_read=False)
         else:
             entry.is_from_disk = whole.is_from_disk
             self._complete(entry, image, embedding)

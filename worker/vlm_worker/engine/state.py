@@ -324,6 +324,8 @@ COUNTERS: Final[tuple[Metric[State], ...]] = (
            stats="kv_pruned_sequences"),
     Metric("triptych_kv_pruned_tokens_total", COUNTER, "Text tokens whose KV was dropped.",
            lambda state: state.sequences.scheduler.pruner.counts.tokens, stats="kv_pruned_tokens"),
+    Metric("triptych_kv_prune_seconds_total", COUNTER, "Time to drop KV of text.",
+           lambda state: state.step_loop.pruning.seconds, stats="kv_prune_seconds"),
     Metric("triptych_out_of_memory_total", COUNTER, "Calls that ran out of memory.",
            lambda state: state.context.device_errors.num_out_of_memory, stats="out_of_memory"),
     Metric("triptych_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up.",

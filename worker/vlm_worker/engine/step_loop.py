@@ -15,8 +15,12 @@ import itertools
 import logging
 from collections.abc import Iterable
 
+import numpy as np
+
+from vlm_worker.annotations import MAX_PROMPT_LOGPROBS
 from vlm_worker.core.kv_cache import PrefixCounts
 from vlm_worker.core.measurements import StepWork
+from vlm_worker.core.prompt_scores import ChunkScores, by_chunk, scored_chunks
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_inputs import BatchBuilder
 from vlm_worker.core.step_time import AdaptiveLimit
@@ -55,7 +59,7 @@ class StepLoop:
         self._sequences = sequences
         self._prompt_embeddings = prompt_embeddings
         self._scheduler = sequences.scheduler
-        self._pruning = KVPruning(context, sequences)
+        self.pruning = KVPruning(context, sequences)
         self._context = context
         self._events, self._clock = context.events, context.clock
         self._scheduler.admission.max_running = self.limit.limit.value
@@ -65,7 +69,7 @@ class StepLoop:
     def turn(self) -> bool:
         """Run one step, if a sequence can run; True if another turn may have work."""
         started = self._clock()
-        has_preempted = self._pruning.run()
+        has_preempted = self.pruning.run()
         schedule = self._scheduler.schedule(now=started)
         for sequence in schedule.admitted:
             self._admitted(sequence, started)
@@ -84,8 +88,7 @@ class StepLoop:
                 for sequence in self._scheduler.batch.members(plan.rows):
                     self._sequences.fail(sequence, output)
             else:
-                outcome = self._scheduler.update(plan, output.token_ids)
-                self._deliver(outcome, output.finite if outcome.failed else output)
+                self._record(plan, output)
         seconds = self._clock() - started
         self._sequences.work.observe(schedule.plan.num_tokens, seconds)
         if work.num_decodes:
@@ -93,6 +96,29 @@ class StepLoop:
             self._scheduler.admission.max_running = limit.value
         self._context.busy.stepped(work, seconds)
         return True
+
+    def _record(self, plan: StepPlan, output: StepOutput) -> None:
+        """Record the results of a step and deliver them. A prompt with bad scores fails."""
+        scores = by_chunk(scored_chunks(self._scheduler.batch, plan), output.scores)
+        failed = [
+            row
+            for one in scores
+            if not one.is_finite and (row := one.chunk.sequence.row) is not None
+        ]
+        if failed:
+            output = output.failing(np.isin(plan.sampled_rows, failed))
+        outcome = self._scheduler.update(plan, output.token_ids, failed=failed)
+        self._deliver_scores([one for one in scores if one.is_finite], outcome.failed)
+        self._deliver(outcome, output.finite if outcome.failed else output)
+
+    def _deliver_scores(self, scores: list[ChunkScores], failed: list[Sequence]) -> None:
+        """Emit the log-probabilities of prompts; the loop makes the values as it delivers them."""
+        for one in scores:
+            sequence = one.chunk.sequence
+            if sequence not in failed:
+                parts = one.parts(MAX_PROMPT_LOGPROBS)
+                events = itertools.starmap(one.logprobs, parts)
+                self._events.emit_all([sequence.output.stream] * len(parts), events)
 
     def _execute_isolated(self, plan: StepPlan) -> list[tuple[StepPlan, StepOutput | EngineError]]:
         """Execute a plan, as a whole or, if that fails, as two halves."""
@@ -115,7 +141,7 @@ class StepLoop:
             failure.__cause__ = error
             return failure
         num_rows = len(inputs.sample_rows)
-        if isinstance(output, StepOutput) and output.has_shape(num_rows):
+        if isinstance(output, StepOutput) and output.has_shape(num_rows, inputs.scored):
             return output
         return EngineError(f"the runner did not answer for {num_rows} sampled rows")
 

@@ -5,7 +5,8 @@ read_body ─▶ bytes ─▶ read_json ─▶ values, and long data URLs as vie
     {"model":"m", ... "url":"data:image/png;base64,iVBOR..."}       up to 32 MiB
     {"model":"m", ... "url":"6f2c...1a.0"}    6f2c...1a.0 -> view   up to 4 MiB, and the images
 
-Only long data URLs that are values of a key "url" or "image_url" are taken out. The rest is parsed.
+Taken out are long data URLs that are values of a key "url" or "image_url", and the long base64 of
+safetensors files that are values of a key "data" or "image_embeds". The rest is parsed.
 
 The decoder rejects duplicate keys, NaN, lone surrogates and deep nesting. Parsers differ on them,
 so another parser may have validated a different request. The decoder counts values before it
@@ -198,6 +199,11 @@ _PIECE = 16 * 1024
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _OPENING = b'"data:'
+# In the base64 of a safetensors file: six zeros of a length below 65,536, and "{".
+_EMBEDDING = b"AAAAAAAB7"
+_EMBEDDING_KEY = re.compile(
+    rb'"(?:data|image_embeds)"[ \t\r\n]*:[ \t\r\n]*(")(?:[A-Za-z0-9+/_-]|\\/){3}\Z'
+)
 _URL_KEY = re.compile(rb'"(?:image_)?url"[ \t\r\n]*:[ \t\r\n]*\Z')
 _KEY_BYTES = 64
 _BACKSLASH = 0x5C
@@ -208,7 +214,7 @@ _YIELD_EVERY = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JsonBody:
-    """A JSON object. `images` has the long data URLs by their placeholders in `value`."""
+    """A JSON object. `images` has what was taken out, by its placeholders in `value`."""
 
     value: dict[str, Any]
     images: Mapping[str, memoryview]
@@ -256,11 +262,12 @@ def _take_images(body: BodyBytes) -> Steps[tuple[bytes, Mapping[str, memoryview]
     token = secrets.token_hex(16)
     images: dict[str, memoryview] = {}
     kept: list[memoryview | bytes] = []
+    openings = _Openings(body)
     num_kept = kept_to = at = num_seen = 0
     while num_kept + at - kept_to <= MAX_REST_BYTES:
         # If no image begins before this limit, the rest is too large.
         limit = kept_to + MAX_REST_BYTES - num_kept
-        start = yield from _find(body, _OPENING, at, limit)
+        start, is_embedding = yield from openings.next(at, limit)
         if start < 0:
             break
         at = start + 1
@@ -274,7 +281,7 @@ def _take_images(body: BodyBytes) -> Steps[tuple[bytes, Mapping[str, memoryview]
         if num_seen % _YIELD_EVERY == 0:
             yield
         end = yield from _find(body, b'"', at, len(body))
-        if _is_image(body, start, end):
+        if _is_image(body, start, end, is_embedding=is_embedding):
             name = f"{token}.{len(images)}"
             images[name] = view[at:end]
             kept += (view[kept_to:at], name.encode())
@@ -291,16 +298,56 @@ def _take_images(body: BodyBytes) -> Steps[tuple[bytes, Mapping[str, memoryview]
     return b"".join((*kept, view[kept_to:])), images
 
 
-def _is_image(body: BodyBytes, start: int, end: int) -> bool:
-    """Whether the string between the quotes at `start` and `end` is a long data URL.
+def _is_image(body: BodyBytes, start: int, end: int, *, is_embedding: bool) -> bool:
+    """Whether the string between the quotes at `start` and `end` is taken out.
 
-    A quote after a backslash does not end a string; base64 contains no quote.
+    That is a long data URL, or with `is_embedding` any long string. A quote after a backslash does
+    not end a string; base64 contains no quote.
     """
-    return (
-        end - start > MIN_DATA_URL_BYTES
-        and body[end - 1] != _BACKSLASH
-        and _URL_KEY.search(body, max(0, start - _KEY_BYTES), start) is not None
-    )
+    if end - start <= MIN_DATA_URL_BYTES or body[end - 1] == _BACKSLASH:
+        return False
+    return is_embedding or _URL_KEY.search(body, max(0, start - _KEY_BYTES), start) is not None
+
+
+class _Openings:
+    """The quotes before data URLs and embeddings, in order. No byte is searched twice."""
+
+    def __init__(self, body: BodyBytes) -> None:
+        self._body = body
+        self._url = -1  # the next data URL, if it is not behind the caller
+        self._no_url_before = self._no_embedding_before = 0
+
+    def next(self, at: int, limit: int) -> Steps[tuple[int, bool]]:
+        """Find the next quote from `at` on that begins before `limit`.
+
+        Returns:
+            Its index, -1 if there is none, and whether it is that of an embedding.
+        """
+        url = yield from self._next_url(at, limit)
+        end = limit if url < 0 else url
+        embedding = yield from self._next_embedding(at, end)
+        return (url, False) if embedding < 0 else (embedding, True)
+
+    def _next_url(self, at: int, limit: int) -> Steps[int]:
+        if self._url < at:
+            start = max(at, self._no_url_before)
+            self._url = yield from _find(self._body, _OPENING, start, limit)
+            self._no_url_before = max(start, limit) if self._url < 0 else self._url
+        return self._url if self._url < limit else -1
+
+    def _next_embedding(self, at: int, end: int) -> Steps[int]:
+        start, num_others = max(at, self._no_embedding_before), 0
+        while (found := (yield from _find(self._body, _EMBEDDING, start, end))) >= 0:
+            start = self._no_embedding_before = found + 1
+            first = max(0, found - _KEY_BYTES)
+            key = _EMBEDDING_KEY.search(self._body, first, found)
+            if key is not None:
+                return key.start(1)
+            num_others += 1
+            if num_others % _YIELD_EVERY == 0:
+                yield
+        self._no_embedding_before = max(start, end)
+        return -1
 
 
 def _find(body: BodyBytes, what: bytes, at: int, limit: int) -> Steps[int]:

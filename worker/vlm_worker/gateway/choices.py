@@ -48,7 +48,7 @@ class Choices:
         `trace` gets the times of the first choice.
         """
         self._writer = writer
-        self._count = count
+        self.count = count
         self._begun = [asyncio.Event() for _ in requests]
         self._generations = [
             Generation(
@@ -75,7 +75,19 @@ class Choices:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(generation.delivered.token_ids) for generation in self._generations)
+        """Tokens of the answers; none if they are the prompts alone."""
+        shown = [one for one in self._generations if not one.shows_no_answer]
+        return sum(len(generation.delivered.token_ids) for generation in shown)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that pods had cached; a prompt counts once for all choices."""
+        return sum(one.delivered.num_cached_tokens for one in self._firsts)
+
+    @property
+    def _firsts(self) -> list[Generation]:
+        """The generation of the first choice of each prompt."""
+        return self._generations[:: self.count]
 
     @property
     def num_retries(self) -> int:
@@ -92,16 +104,22 @@ class Choices:
         Raises:
             WorkerError, ClientGoneError: the error of the choice that failed first.
         """
+        if len(self._generations) == 1:
+            await self._answer(0)
+        else:
+            await self._answer_all()
+        await self._writer.end(self._usage())
+
+    async def _answer_all(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(self._generations)):
                     group.create_task(self._answer(index))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        await self._writer.end(self._usage())
 
     async def _answer(self, index: int) -> None:
-        prompt, choice = divmod(index, self._count)
+        prompt, choice = divmod(index, self.count)
         if choice > 0:
             await self._begun[prompt].wait()
         reason = await self._generations[index].run()
@@ -109,20 +127,23 @@ class Choices:
 
     def _emit(self, index: int) -> Emit:
         async def emit(token_id: int, logprobs: TokenLogprobs | None) -> bool:
+            # the first choice of a prompt has its log-probabilities, before any token
+            first = self._generations[index - index % self.count]
+            self._writer.begin(index, first.delivered.scored)
             more = await self._writer.emit(index, token_id, logprobs)
-            self._begun[index // self._count].set()
+            self._begun[index // self.count].set()
             return more
 
         return emit
 
     def _usage(self) -> Usage:
-        firsts = [one.delivered for one in self._generations[:: self._count]]
+        firsts = [one.delivered for one in self._firsts]
         prompts = [one.prompt for one in firsts if one.prompt is not None]
         assert len(prompts) == len(firsts)
         return Usage(
             image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
             text_tokens=sum(prompt.num_text_tokens for prompt in prompts),
-            cached_tokens=sum(one.num_cached_tokens for one in firsts),
+            cached_tokens=self.num_cached_tokens,
             completion_tokens=self.num_output_tokens,
         )
 
@@ -132,7 +153,8 @@ def request_of_choice(
 ) -> PreparedRequest:
     """The request of one choice of a prompt; `number` counts the choices of all prompts.
 
-    The first choice keeps the seed, and the first of all the id; the others get new ones.
+    The first choice keeps the seed, and the first of all the id; the others get new ones. The first
+    choice alone has the log-probabilities of the prompt: they are the same for all.
     """
     number = choice if number is None else number
     if number > 0:
@@ -141,5 +163,7 @@ def request_of_choice(
         return prepared
     seed = f"{prepared.sampling.seed}/{choice}".encode()
     digest = hashlib.blake2b(seed, digest_size=8).digest()
-    sampling = dataclasses.replace(prepared.sampling, seed=int.from_bytes(digest))
+    sampling = dataclasses.replace(
+        prepared.sampling, seed=int.from_bytes(digest), num_prompt_logprobs=None
+    )
     return dataclasses.replace(prepared, sampling=sampling)

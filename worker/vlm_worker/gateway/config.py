@@ -1,7 +1,9 @@
 """Settings that may change while the gateway runs: gateway.json and the keys, read each second.
 
 If a file cannot be read or parsed, its last valid content applies and the log has the reason. A
-tenant is the name of the file that contains its key.
+tenant is the name of the file that contains its keys, one per line. All of them are valid, so that
+clients can change from one to the next; the first one gives the tenant's salt. A file of several
+lines is refused if one of them does not look like a key: it is another file of the Secret.
 
 key ─┬─ SHA-256 ─▶ compared with the digest of a client's key
      └─ HMAC ────▶ secret ─ HMAC(model, tenant) ─▶ the tenant's cache salt (decision 0027)
@@ -14,15 +16,19 @@ import dataclasses
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
+from vlm_worker.gateway import cors
+from vlm_worker.gateway.cors import Cors
 from vlm_worker.gateway.fetching import urls
 from vlm_worker.gateway.fetching.urls import Media
+from vlm_worker.gateway.rate_limits import TenantLimits
 from vlm_worker.gateway.visual import VisualLimits, problem_of
 from vlm_worker.types import Modality
 
@@ -30,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 RELOAD_SECONDS = 1.0
 MAX_KEY_BYTES = 4096
+_ONE_OF_SEVERAL: Final = re.compile(rb"(?!-----)[A-Za-z0-9._~+/-]{16,}=*")
+"""A key beside others in its file: a bearer token of RFC 6750, and neither PEM, JSON nor prose."""
 SECRET_BYTES = 32
 # No request waits longer than this for free KV.
 MAX_WAIT_SECONDS = 600.0
@@ -77,6 +85,14 @@ class Config(msgspec.Struct, frozen=True):
     wake_timeout_seconds: float | None = None  # None: the service never scales to zero
     admission: Admission = Admission()
     media: Media = Media()
+    tenants: dict[str, TenantLimits] = {}
+    cors: Cors = Cors()
+    access_log: bool = False
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether tenants take turns where requests wait for a pod: one of them has a weight."""
+        return any(limits.weight is not None for limits in self.tenants.values())
 
 
 def max_hold_seconds(config: Config) -> float:
@@ -130,14 +146,14 @@ class ConfigWatcher:
             self.reload()
 
     def reload(self) -> None:
-        """Read both files. If one cannot be read, its last valid value stays."""
+        """Read all files. If one cannot be used, its last valid value stays."""
         problems = []
         try:
             self._reload_config()
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             problems.append(f"gateway.json: {error}")
         try:
-            self._reload_keys()
+            problems += self._reload_keys()
         except OSError as error:
             problems.append(f"keys: {error}")
         problem = "; ".join(problems)
@@ -154,18 +170,24 @@ class ConfigWatcher:
         if digest == self.now.config_hash:
             return
         config = msgspec.json.decode(raw, type=Config)
-        if problem := problem_of(config.limits.visual) or urls.problem_of(config.media):
+        visual, media = problem_of(config.limits.visual), urls.problem_of(config.media)
+        if problem := visual or media or cors.problem_of(config.cors):
             raise msgspec.ValidationError(problem)
         self.now = dataclasses.replace(self.now, config=config, config_hash=digest)
         logger.info("settings applied", extra={"config_hash": digest})
 
-    def _reload_keys(self) -> None:
+    def _reload_keys(self) -> list[str]:
+        """Apply the keys of all files that are not refused; return why the others are."""
         if self._keys_path is None:
-            return
-        keys = load_keys(self._keys_path)
+            return []
+        keys, refused = load_keys(self._keys_path)
+        if refused and self.now.keys is not None:
+            kept = (key for key in self.now.keys.by_tenant if key.tenant in refused)
+            keys = ApiKeys((*keys.by_tenant, *kept))
         if keys != self.now.keys:
             self.now = dataclasses.replace(self.now, keys=keys)
-            logger.info("keys applied", extra={"tenants": [key.tenant for key in keys.by_tenant]})
+            logger.info("keys applied", extra={"tenants": list(keys.tenants)})
+        return [f"keys: {tenant}: {why}" for tenant, why in refused.items()]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,9 +207,17 @@ class Key:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """All keys. If the gateway has None instead of this object, requests need no key."""
+    """All keys. If the gateway has None instead of this object, requests need no key.
+
+    Keys of one tenant follow one another, the first of its file first.
+    """
 
     by_tenant: tuple[Key, ...]
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """The names of the tenants, each once."""
+        return tuple(dict.fromkeys(key.tenant for key in self.by_tenant))
 
     def tenant_of(self, authorization: str | None) -> str | None:
         """Return the tenant of an `Authorization` header; None if it contains no known key.
@@ -219,26 +249,51 @@ class Salts:
         self._served_name = served_name
         self._keys = keys
         self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._known: dict[str, bytes] = {}
+        self._known_by: ApiKeys | None = None
 
     def of(self, tenant: str) -> bytes:
         """Return the salt, 32 bytes, that separates a tenant's cache entries from all others."""
         keys = self._keys()
-        secret = None if keys is None else keys.secret_of(tenant)
-        return cache_salt(secret or self._secret, self._served_name, tenant)
+        if keys is not self._known_by:
+            self._known, self._known_by = {}, keys
+        if tenant not in self._known:
+            secret = None if keys is None else keys.secret_of(tenant)
+            self._known[tenant] = cache_salt(secret or self._secret, self._served_name, tenant)
+        return self._known[tenant]
 
 
-def load_keys(directory: Path) -> ApiKeys:
-    """Read a mounted Secret. Hidden, empty and oversized files are skipped."""
-    keys = []
+def load_keys(directory: Path) -> tuple[ApiKeys, dict[str, str]]:
+    """Read a mounted Secret. Hidden, empty and oversized files are skipped.
+
+    Returns:
+        The keys, and why files have none of them, by file name.
+    """
+    keys, refused = list[Key](), dict[str, str]()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or not path.is_file():
             continue
-        key = path.read_bytes()[: MAX_KEY_BYTES + 1].strip()
-        if 0 < len(key) <= MAX_KEY_BYTES:
-            keys.append(Key(path.name, _digest(key), _secret(key)))
-        else:
+        content = path.read_bytes()[: MAX_KEY_BYTES + 1].strip()
+        if not 0 < len(content) <= MAX_KEY_BYTES:
             logger.warning("a file holds no usable key", extra={"tenant": path.name})
-    return ApiKeys(tuple(keys))
+            continue
+        lines = list(filter(None, map(bytes.strip, content.splitlines())))
+        if (number := _other_than_key(lines)) is not None:
+            refused[path.name] = (
+                f"line {number} of {len(lines)} is no key; if there are several, each needs 16 or "
+                "more characters of A-Z a-z 0-9 . _ ~ + / -"
+            )
+        else:
+            keys += [Key(path.name, _digest(key), _secret(key)) for key in lines]
+    return ApiKeys(tuple(keys)), refused
+
+
+def _other_than_key(lines: list[bytes]) -> int | None:
+    """Return the number of the first of several lines that does not look like a key, from 1."""
+    if len(lines) == 1:
+        return None
+    numbered = enumerate(lines, 1)
+    return next((n for n, line in numbered if not _ONE_OF_SEVERAL.fullmatch(line)), None)
 
 
 def cache_salt(secret: bytes, served_name: str, tenant: str) -> bytes:

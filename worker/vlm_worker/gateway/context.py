@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import time
 from collections.abc import Callable
 from typing import Any
 
+from vlm_worker.annotations import MAX_WEIGHTED_SECONDS
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.gateway.client_embeddings import common_layout
 from vlm_worker.gateway.config import ConfigWatcher, Salts
+from vlm_worker.gateway.fair_queue import WorkEstimate
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.memory import MemoryBudget, MemoryReservation
 from vlm_worker.gateway.metrics import GatewayMetrics
 from vlm_worker.gateway.orchestrate.generation import RetryPolicy
+from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.pod_registry import Connect, Registry
 from vlm_worker.gateway.prompts import PromptBuilder
+from vlm_worker.gateway.rate_limits import RateLimits, RequestCharge, limits_of
 from vlm_worker.gateway.request_preparation import Preparer
 from vlm_worker.gateway.session_prefetch import SessionPrefetcher
 from vlm_worker.route import least_queued_seconds, missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import Supervisor
 from vlm_worker.telemetry import SpanExporter
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +71,10 @@ class GatewayContext:
         self.memory = MemoryBudget(settings.memory_bytes)
         self.meters = GatewayMetrics(clock(), memory=self.memory)
         self.meters.caches = self.registry.caches
+        self.rate_limits = RateLimits()
+        self.meters.accounts = self.rate_limits.accounts
+        self.work = WorkEstimate()
+        self.registry.waiters.weight_of = self._weight_of
         self.tasks = Supervisor(clock=clock)
         self.fetcher = ImageFetcher(self.meters.fetched, is_shared=self.has_several_tenants)
         self.preparer = Preparer(
@@ -77,6 +87,8 @@ class GatewayContext:
             fetcher=self.fetcher,
             session_prefetch=settings.session_prefetch,
             mark_history=settings.mark_history,
+            client_embeddings=settings.client_embeddings,
+            embed_layout=self._embed_layout,
         )
         self.prefetcher: SessionPrefetcher | None = None
         if settings.session_prefetch:
@@ -91,6 +103,7 @@ class GatewayContext:
         self.started = clock()
         self.created = int(time.time())
         self.num_inflight = 0
+        self._num_for_workers = 0  # of those in flight
         self._last_active = self.started
         self.idle = asyncio.Event()
         self.idle.set()
@@ -101,6 +114,11 @@ class GatewayContext:
         self.discovery_problem = ""  # why pods cannot be read; "" if they can
         self._was_ready = False
 
+    def _embed_layout(self) -> EmbedLayout | None:
+        """The layout of the embeddings that clients may send; None if the workers name none."""
+        peers = self.registry.peers.values()
+        return common_layout(peer.hello for peer in peers if peer.hello is not None)
+
     def declare(self, memory: ProcessMemory, resident: Callable[[], int]) -> None:
         """Limit requests to their part of the declared memory, and export all parts."""
         self.memory.num_bytes = memory.requests
@@ -110,14 +128,39 @@ class GatewayContext:
         """Start the memory account of a request of this tenant."""
         return self.memory.hold(tenant, shared=self.has_several_tenants())
 
+    def charge(self, tenant: str) -> RequestCharge:
+        """Return the charge of a new request against its tenant's limits."""
+        limits = limits_of(tenant, self.config_watcher.now.config.tenants)
+        return self.rate_limits.charge(tenant, limits)
+
+    def note_gateways(self, num_ready: int) -> None:
+        """Set the number of ready gateways of the service, among which limits are divided."""
+        self.rate_limits.num_gateways = max(1, num_ready)
+
+    def in_turn(self, prepared: PreparedRequest, tenant: str) -> PreparedRequest:
+        """Return the request as one of its tenant, if tenants take turns."""
+        if not self.config_watcher.now.config.is_fair:
+            return prepared
+        num_prompt_tokens = prepared.num_tokens(0) - 1
+        seconds = self.work.seconds(num_prompt_tokens, prepared.sampling.max_tokens)
+        weighted = min(seconds / self._weight_of(tenant), MAX_WEIGHTED_SECONDS)
+        return dataclasses.replace(
+            prepared, tenant=tenant, work_seconds=seconds, weighted_seconds=weighted
+        )
+
+    def _weight_of(self, tenant: str) -> float:
+        limits = limits_of(tenant, self.config_watcher.now.config.tenants)
+        return 1 if limits is None or limits.weight is None else limits.weight
+
     def has_several_tenants(self) -> bool:
         """Whether several tenants have keys, so that each has a share of this gateway."""
         keys = self.config_watcher.now.keys
-        return keys is not None and len(keys.by_tenant) > 1
+        return keys is not None and len(keys.tenants) > 1
 
-    def enter(self) -> None:
+    def enter(self, *, needs_workers: bool = True) -> None:
         """Count a request as in flight."""
         self.num_inflight += 1
+        self._num_for_workers += needs_workers
         self.idle.clear()
 
     def leave(self, outcome: str, *, needs_workers: bool = True) -> None:
@@ -127,6 +170,7 @@ class GatewayContext:
         """
         self.meters.request(outcome)
         self.num_inflight -= 1
+        self._num_for_workers -= needs_workers
         if needs_workers and outcome != "invalid":
             self._last_active = self.clock()
         if self.num_inflight == 0:
@@ -134,11 +178,11 @@ class GatewayContext:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds without a request since the last one, or since the start of the process.
+        """Seconds without a request for workers since the last one, or since the process started.
 
         A request that was invalid counts only while it is in flight.
         """
-        return 0.0 if self.num_inflight else self.clock() - self._last_active
+        return 0.0 if self._num_for_workers else self.clock() - self._last_active
 
     def fail(self, reason: str) -> None:
         """Mark the process as failed, neither healthy nor ready, and end all requests."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from vlm_worker.gateway.api.requests import Effort, ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Effort, Message
 from vlm_worker.gateway.api.tools import Tool, ToolCall
 
 Change = Callable[[str], str]
@@ -154,6 +156,68 @@ def _schema(value: Any, change: Change, *, is_type: bool = False) -> Any:
     if isinstance(value, list):
         return [_schema(inner, change, is_type=is_type) for inner in value]
     return value
+
+
+# Contents of a next message that have no beginning in common, as texts and as parts.
+_NEXT_CONTENTS: Final = (
+    "a",
+    "7 Z",
+    (TextPart("."),),
+    (TextPart("b"), ImagePart("", "auto", "")),
+    (ImagePart("", "auto", ""), TextPart("c")),
+)
+# Results of a call that have no beginning in common.
+_NEXT_RESULTS: Final = ("a", "7 Z", '{"b": 1}')
+# What an outline keeps of a message.
+_OUTLINE_TEXT: Final = 64
+_OUTLINE_PARTS: Final = 4
+
+
+def continued(answer: Message, *, sends_reasoning: bool) -> Iterator[tuple[Message, ...]]:
+    """Yield ways in which an answer and what follows it may be told.
+
+    A client that has sent the reasoning of an earlier answer sends this one's, too.
+    """
+    is_certain = sends_reasoning or answer.reasoning is None
+    bare = dataclasses.replace(answer, reasoning=None)
+    for told in (answer,) if is_certain else (answer, bare):
+        for content in _NEXT_CONTENTS:
+            yield told, Message("user", content)
+        for text, calls in itertools.product(_NEXT_RESULTS, _answered(answer.tool_calls)):
+            results = (
+                Message("tool", text, tool_call_id=call.id, name=call.name) for call in calls
+            )
+            yield told, *results
+
+
+def _answered(calls: tuple[ToolCall, ...]) -> tuple[tuple[ToolCall, ...], ...]:
+    """Calls whose results may follow an answer, in orders with other first ones."""
+    return (calls, calls[::-1], calls[:1]) if calls else ()
+
+
+def outline(said: Conversation) -> Conversation:
+    """A short conversation in the form of `said`: its instructions, its last question, one tool."""
+    system = [message for message in said.messages[:1] if message.role == "system"]
+    users = [message for message in said.messages if message.role == "user"]
+    messages = tuple(map(shortened, [*system, *users[-1:]]))
+    return dataclasses.replace(said, messages=messages, tools=said.tools[:1])
+
+
+def shortened(message: Message) -> Message:
+    """The message with the beginnings of its texts, and the first of its parts and calls."""
+    content = message.content
+    if isinstance(content, str):
+        content = content[:_OUTLINE_TEXT]
+    else:
+        content = tuple(
+            dataclasses.replace(part, text=part.text[:_OUTLINE_TEXT])
+            if isinstance(part, TextPart)
+            else part
+            for part in content[:_OUTLINE_PARTS]
+        )
+    reasoning = None if message.reasoning is None else message.reasoning[:_OUTLINE_TEXT]
+    calls = message.tool_calls[:_OUTLINE_PARTS]
+    return dataclasses.replace(message, content=content, reasoning=reasoning, tool_calls=calls)
 
 
 PROBE: Final = "a8b1c6"

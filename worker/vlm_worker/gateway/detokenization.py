@@ -15,6 +15,7 @@ of that character.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, Final
@@ -30,11 +31,14 @@ MIN_LOGPROB: Final = -9999.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LikelyToken:
-    """A token and its natural log-probability; `utf8_bytes` are its bytes in UTF-8."""
+    """A token and its natural log-probability; `utf8_bytes` are its bytes in UTF-8.
+
+    The first token of a prompt has no log-probability.
+    """
 
     text: str
     utf8_bytes: bytes
-    logprob: float
+    logprob: float | None
 
     @property
     def body(self) -> dict[str, Any]:
@@ -44,7 +48,7 @@ class LikelyToken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """A token of the answer, the most likely tokens at its position, and its text offset."""
+    """A token of a choice, the most likely tokens at its position, and its text offset."""
 
     chosen: LikelyToken
     top: tuple[LikelyToken, ...]
@@ -74,9 +78,11 @@ class TextAssembler:
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
         kept_ids: frozenset[int] = frozenset(),
+        lists_all: bool = False,
     ) -> None:
         """`kept_ids` are the control tokens that have text in this answer.
 
+        If it `lists_all`, tokens without text have log-probabilities too.
         A token of `stop_token_ids` ends the choice and has no text. Stop strings are looked for in
         the text that follows the first `min_tokens` tokens.
         """
@@ -85,12 +91,13 @@ class TextAssembler:
         self._ended = False
         self._texts = texts
         self._kept_ids = kept_ids
+        self._lists_all = lists_all
         dropped_ids = texts.control_ids - kept_ids if kept_ids else None
         self._detokenizer = Detokenizer(tokenizer, dropped_ids)
         self._scanner = StopScanner(stop)
         self._num_decoded = 0
         self._num_sent = 0
-        self._textless: list[ChosenToken] = []
+        self._textless: list[tuple[ChosenToken, bytes]] = []
         self._held: list[ChosenToken] = []
 
     @property
@@ -104,8 +111,9 @@ class TextAssembler:
             self._ended = True
             return TextChunk("")
         is_text = token_id in self._kept_ids or self._texts.is_text(token_id)
-        if logprobs is not None and is_text:
-            self._textless.append(self._chosen(token_id, logprobs))
+        if logprobs is not None and (is_text or self._lists_all):
+            chosen = self._chosen(token_id, logprobs)
+            self._textless.append((chosen, chosen.chosen.utf8_bytes if is_text else b""))
         text = self._detokenizer.feed(token_id)
         if text:
             self._place(text)
@@ -129,29 +137,36 @@ class TextAssembler:
 
     def _place(self, text: str) -> None:
         """Set the offsets of the tokens that waited for `text`, and hold them for sending."""
-        begins = begins_in(text, [token.chosen.utf8_bytes for token in self._textless])
+        if not self._textless:
+            self._num_decoded += len(text)
+            return
+        begins = begins_in(text, [shown for _, shown in self._textless])
         self._held += [
             dataclasses.replace(token, offset=self._num_decoded + begin)
-            for token, begin in zip(self._textless, begins, strict=True)
+            for (token, _), begin in zip(self._textless, begins, strict=True)
         ]
         self._textless.clear()
         self._num_decoded += len(text)
 
     def _release(self, text: str) -> TextChunk:
         self._num_sent += len(text)
+        if not self._held:
+            return TextChunk(text)
         count = sum(token.offset < self._num_sent for token in self._held)
         tokens, self._held = self._held[:count], self._held[count:]
         return TextChunk(text, tuple(tokens))
 
     def _chosen(self, token_id: int, logprobs: TokenLogprobs) -> ChosenToken:
         return ChosenToken(
-            chosen=self._likely(token_id, logprobs.logprob),
-            top=tuple(self._likely(one, logprob) for one, logprob in logprobs.top),
+            chosen=likely(self._texts, token_id, logprobs.logprob),
+            top=tuple(likely(self._texts, one, logprob) for one, logprob in logprobs.top),
             offset=self._num_decoded,
         )
 
-    def _likely(self, token_id: int, logprob: float) -> LikelyToken:
-        return LikelyToken(*self._texts.of(token_id), max(logprob, MIN_LOGPROB))
+
+def likely(texts: TokenTexts, token_id: int, logprob: float) -> LikelyToken:
+    """A token with its text, and a log-probability that JSON has."""
+    return LikelyToken(*texts.of(token_id), max(logprob, MIN_LOGPROB))
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -183,14 +198,16 @@ class Detokenizer:
         if self._dropped_ids is not None and token_id in self._dropped_ids:
             return ""
         self._ids.append(token_id)
-        if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") or not self._decode(-1):
+        alone = _alone(self._tokenizer, token_id, self._dropped_ids is None)
+        if not alone:
             return ""
         text = self._decode(self._start)
         new = text[len(self._shown) :]
         if not new or new.endswith("\ufffd"):
             return ""
         self._start, self._end = self._end, len(self._ids)
-        self._shown = self._decode(self._start)
+        is_last = self._start == self._end - 1
+        self._shown = alone if is_last else self._decode(self._start)
         self._num_sent += len(new)
         return new
 
@@ -205,6 +222,15 @@ class Detokenizer:
         skip = self._dropped_ids is None
         text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=skip)
         return text
+
+
+@functools.lru_cache(maxsize=8192)
+def _alone(tokenizer: Tokenizer, token_id: int, skips_special: bool) -> str:
+    """Return the text of a token by itself; "" for a byte token, which ends no run of them."""
+    if _BYTE.fullmatch(tokenizer.id_to_token(token_id) or ""):
+        return ""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=skips_special)
+    return text
 
 
 class StopScanner:
@@ -248,12 +274,13 @@ def begins_in(text: str, utf8_bytes: Sequence[bytes]) -> list[int]:
 
     If the joined bytes are not UTF-8, each token is counted with U+FFFD for its invalid bytes. This
     is exact for byte tokens and approximate for others. If the tokens have more characters than
-    `text`, it lacks a space before the first word.
+    `text`, it lacks a space before the first word. A token without
+    bytes begins where the next one does.
     """
     begins, count = [], 0
     valid = _is_text(b"".join(utf8_bytes))
     for one in utf8_bytes:
-        inside = valid and not _begins_character(one[0])
+        inside = valid and bool(one) and not _begins_character(one[0])
         begins.append(count - inside)
         count += sum(map(_begins_character, one)) if valid else len(one.decode(errors="replace"))
     hidden = max(count - len(text), 0)

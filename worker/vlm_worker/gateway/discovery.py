@@ -94,7 +94,8 @@ def _tls_context(certificates: str) -> ssl.SSLContext:
 class PodWatch:
     """Watches the pods of one service. After each change it calls `on_pods` with all pods.
 
-    It calls `on_problem` with the reason if pods cannot be read, and with "" once they can.
+    It calls `on_problem` with the reason if pods cannot be read, and with "" once they can. It
+    calls `on_gateways` with the number of the service's gateways that are ready.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PodWatch:
         compat: str,
         on_pods: Callable[[Sequence[KnownPod]], None],
         on_problem: Callable[[str], None] = lambda _: None,
+        on_gateways: Callable[[int], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -115,9 +117,11 @@ class PodWatch:
         self._compat = compat
         self._on_pods = on_pods
         self._on_problem = on_problem
+        self._on_gateways = on_gateways
         self._clock = clock
         self._sleep = sleep
         self._pods: dict[str, KnownPod] = {}
+        self._gateways: set[str] = set()
         self._last_good: float | None = None
 
     async def run(self) -> None:
@@ -155,7 +159,7 @@ class PodWatch:
         items = body.get("items")
         if not isinstance(version, str) or not isinstance(items, list):
             raise DiscoveryError("the list of pods has no resourceVersion or no items")
-        self._pods = {}
+        self._pods, self._gateways = {}, set()
         for pod in items:
             self._put(pod)
         self._publish()
@@ -187,6 +191,7 @@ class PodWatch:
         self._last_good = self._clock()
         if kind == "DELETED":
             self._pods.pop(_name(pod), None)
+            self._gateways.discard(_name(pod))
             self._publish()
         elif kind in ("ADDED", "MODIFIED"):
             self._put(pod)
@@ -220,6 +225,10 @@ class PodWatch:
     def _put(self, pod: Any) -> None:
         if not isinstance(pod, dict):
             raise DiscoveryError("a pod is no object")
+        if is_ready_gateway(pod):
+            self._gateways.add(_name(pod))
+        else:
+            self._gateways.discard(_name(pod))
         known = known_pod(pod, compat=self._compat)
         if known is None:
             self._pods.pop(_name(pod), None)
@@ -229,6 +238,7 @@ class PodWatch:
     def _publish(self) -> None:
         self._last_good = self._clock()
         self._on_problem("")
+        self._on_gateways(len(self._gateways))
         self._on_pods(tuple(self._pods.values()))
 
     def _forget_if_stale(self) -> None:
@@ -280,6 +290,7 @@ ROLE_LABEL = "triptych.dev/role"
 COMPAT_LABEL = "triptych.dev/compat"
 ACCEPTING_GATE = "triptych.dev/accepting"
 WORKER_ROLES = frozenset({"encoder", "prefill", "decode"})
+GATEWAY_ROLE = "gateway"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -306,11 +317,7 @@ def known_pod(pod: Mapping[str, Any], *, compat: str) -> KnownPod | None:
         return None
     if not any(_is_controller(owner) for owner in metadata.get("ownerReferences") or ()):
         return None
-    conditions = {
-        c.get("type"): c.get("status")
-        for c in status.get("conditions") or ()
-        if isinstance(c, Mapping)
-    }
+    conditions = _conditions(status)
     deleted = metadata.get("deletionTimestamp") is not None
     host = f"[{ip}]" if ":" in ip else ip
     return KnownPod(
@@ -320,6 +327,25 @@ def known_pod(pod: Mapping[str, Any], *, compat: str) -> KnownPod | None:
         # A terminating pod stays known: it drains and may be the last that can serve.
         accepting=not deleted and conditions.get(ACCEPTING_GATE) != "False",
     )
+
+
+def is_ready_gateway(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod is a gateway that gets requests, of any compatibility set."""
+    metadata, status = _part(pod, "metadata"), _part(pod, "status")
+    return (
+        _part(metadata, "labels").get(ROLE_LABEL) == GATEWAY_ROLE
+        and metadata.get("deletionTimestamp") is None
+        and any(_is_controller(owner) for owner in metadata.get("ownerReferences") or ())
+        and _conditions(status).get("Ready") == "True"
+    )
+
+
+def _conditions(status: Mapping[str, Any]) -> dict[Any, Any]:
+    return {
+        c.get("type"): c.get("status")
+        for c in status.get("conditions") or ()
+        if isinstance(c, Mapping)
+    }
 
 
 def _is_controller(owner: Any) -> bool:

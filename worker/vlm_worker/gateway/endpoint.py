@@ -12,7 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from vlm_worker.abilities import TOLD
 from vlm_worker.errors import InvalidImageError, WorkerError
+from vlm_worker.gateway.access_log import Access
 from vlm_worker.gateway.api import errors
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Options
@@ -31,6 +33,7 @@ from vlm_worker.gateway.orchestrate.generation import (
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.orchestrate.wake import NotAwakeError
+from vlm_worker.gateway.rate_limits import RateLimitError, RequestCharge
 from vlm_worker.gateway.request_guard import Guard
 from vlm_worker.gateway.responses import (
     ChatShape,
@@ -42,7 +45,6 @@ from vlm_worker.gateway.responses import (
     Send,
 )
 from vlm_worker.gateway.session_prefetch import EndedTurn
-from vlm_worker.route import NO_MINIMUM, UNCONSTRAINED
 from vlm_worker.telemetry import REQUEST_ID, Span
 from vlm_worker.types import Modality
 
@@ -62,6 +64,8 @@ class Exchange:
     held: MemoryReservation
     dialect: Dialect
     arrived: float
+    access: Access
+    charge: RequestCharge
     outcome: str = "error"
     options: Options | None = None
     trace: Trace | None = None
@@ -98,34 +102,45 @@ class Endpoint:
             self._context.hold_memory(state["tenant"]),
             self._dialect(),
             arrived=self._context.clock(),
+            access=state["access"],
+            charge=self._context.charge(state["tenant"]),
         )
         response = Response(send)
+        response.headers = lambda: exchange.charge.headers(now=self._context.clock())
         REQUEST_ID.set(exchange.request_id)
-        self._context.enter()
+        self._context.enter(needs_workers=self.needs_workers)
         try:
+            exchange.charge.start(now=self._context.clock())
             await self._exchange(exchange, scope, receive, response)
             exchange.outcome = "ok"
         except ApiError as refusal:
-            error = exchange.dialect.renamed(refusal)
-            exchange.outcome, exchange.reason = error.outcome, error.message
-            await response.fail(error)
+            await self._refuse(exchange, response, exchange.dialect.renamed(refusal))
         except ClientGoneError as error:
             exchange.outcome, exchange.reason = "cancelled", str(error)
         except FullError as error:
             self._context.meters.refused(error.bound)
             answer = errors.overloaded(str(error), retry_after_seconds=error.retry_after_seconds)
-            exchange.outcome, exchange.reason = answer.outcome, answer.message
-            await response.fail(answer)
+            await self._refuse(exchange, response, answer)
+        except RateLimitError as error:
+            seconds = error.retry_after_seconds
+            answer = errors.rate_limited(str(error), retry_after_seconds=seconds)
+            await self._refuse(exchange, response, answer)
         except Exception as error:
-            exchange.reason = f"{type(error).__name__}: {error}"
             logger.exception("request failed", extra={"request_id": exchange.request_id})
-            await response.fail(errors.internal(exchange.request_id))
+            await self._refuse(exchange, response, errors.internal(exchange.request_id))
+            exchange.reason = f"{type(error).__name__}: {error}"
         finally:
             exchange.held.release()
+            exchange.charge.end()
             if exchange.trace is not None and exchange.trace.wake_seconds:
                 self._context.meters.waited_for_wake(exchange.trace.wake_seconds)
             self._context.leave(exchange.outcome, needs_workers=self.needs_workers)
             self._log(exchange)
+
+    async def _refuse(self, exchange: Exchange, response: Response, error: ApiError) -> None:
+        exchange.outcome, exchange.reason = error.outcome, error.message
+        exchange.access.code = error.code or ""
+        await response.fail(error)
 
     async def _exchange(
         self, exchange: Exchange, scope: dict[str, Any], receive: Receive, response: Response
@@ -148,12 +163,13 @@ class Endpoint:
             # pass on the only reference, so that the body is freed once it is parsed
             requests, options = await self._prepare(body.pop(), exchange, trace, guard)
             exchange.options = options
+            requests = self._charged(exchange, requests)
             prepared = requests[0]
             held.prepared(sum(one.num_bytes for one in requests) + exchange.dialect.num_bytes)
             texts: list[str] = []
             follows = prepared.next_turn is not None and options.num_choices == 1
             on_text = texts.append if follows else None
-            writer = self._writer(response, options, requests, trace, exchange.dialect, on_text)
+            writer = self._writer(exchange, response, options, requests, trace, on_text)
             images = prepared.images
             tiers = [image.choice.tier for image in images]
             context.meters.record_images(tiers, sum(image.num_tokens for image in images))
@@ -171,9 +187,35 @@ class Endpoint:
                     await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
                 except WorkerError as error:
                     raise _answer_to(error, exchange.request_id, images) from error
+            self._learn(requests, choices, trace)
             if follows:
                 message = writer.message or {"role": "assistant", "content": "".join(texts)}
                 self._prefetch(prepared, choices.first, message)
+
+    def _charged(
+        self, exchange: Exchange, requests: Sequence[PreparedRequest]
+    ) -> tuple[PreparedRequest, ...]:
+        """Take the tokens of the prompts; return the requests as their tenant's.
+
+        Raises:
+            RateLimitError: the tenant has fewer tokens left.
+        """
+        num_tokens = sum(one.num_tokens(0) - 1 for one in requests)
+        exchange.access.num_prompt_tokens = num_tokens
+        exchange.charge.prompt(num_tokens, now=self._context.clock())
+        return tuple(self._context.in_turn(one, exchange.tenant) for one in requests)
+
+    def _learn(self, requests: Sequence[PreparedRequest], choices: Choices, trace: Trace) -> None:
+        """Record the times of a request with one choice, for the estimates of others."""
+        if len(requests) > 1 or choices.count > 1 or trace.first_byte is None:
+            return
+        stages = trace.stages()
+        self._context.work.ended(
+            requests[0].num_tokens(0) - 1,
+            choices.num_output_tokens,
+            prompt_seconds=stages.get("encode", 0.0) + stages.get("prefill", 0.0),
+            output_seconds=self._context.clock() - trace.first_byte,
+        )
 
     def _prefetch(
         self, prepared: PreparedRequest, answered: Generation, message: Mapping[str, Any]
@@ -191,7 +233,8 @@ class Endpoint:
         self, receive: Receive, trace: Trace, until: float | None
     ) -> tuple[Awaitable[Exception], ...]:
         """What ends a request early; `until` is its deadline on the gateway's clock."""
-        return until_disconnect(receive), drain_deadline(self._context), deadline(trace, until)
+        ends = until_disconnect(receive), drain_deadline(self._context)
+        return ends if until is None else (*ends, deadline(trace, until))
 
     async def _prepare(
         self, body: BodyBytes, exchange: Exchange, trace: Trace, guard: Guard
@@ -213,11 +256,11 @@ class Endpoint:
 
     def _writer(
         self,
+        exchange: Exchange,
         response: Response,
         options: Options,
         requests: Sequence[PreparedRequest],
         trace: Trace,
-        dialect: Dialect,
         on_text: Callable[[str], object] | None,
     ) -> ResponseWriter:
         prepared = requests[0]
@@ -229,7 +272,7 @@ class Endpoint:
             model=options.model,
             include_usage=options.include_usage,
         )
-        return dialect.writer(prepared)(
+        return exchange.dialect.writer(prepared)(
             response,
             envelope,
             stream=options.stream,
@@ -241,21 +284,25 @@ class Endpoint:
                     stop_token_ids=options.sampling.stop_token_ids,
                     min_tokens=prepared.sampling.min_tokens,
                     kept_ids=form.kept_ids if form else frozenset(),
+                    lists_all=prepared.echo.lists_all,
                 )
                 for _ in range(len(requests) * options.num_choices)
             ],
             echoes=[one.echo for one in requests for _ in range(options.num_choices)],
+            texts=builder.token_texts,
             readers=[
                 form.reader(prepared.request_id, choice) if form else None
                 for choice in range(len(requests) * options.num_choices)
             ],
             with_logprobs=options.sampling.num_logprobs is not None,
             trace=trace,
-            on_token=self._meter(prepared, trace),
+            on_token=self._meter(prepared, trace, exchange.charge),
             on_text=on_text or _ignore,
         )
 
-    def _meter(self, prepared: PreparedRequest, trace: Trace) -> Callable[[int], None]:
+    def _meter(
+        self, prepared: PreparedRequest, trace: Trace, charge: RequestCharge
+    ) -> Callable[[int], None]:
         """Return a callback that records each token that is sent."""
         context = self._context
         meters = context.meters
@@ -264,6 +311,7 @@ class Endpoint:
 
         def on_token(choice: int) -> None:
             now = context.clock()
+            charge.output(1)
             if choice in previous:
                 meters.next_token(now - previous[choice])
             elif choice > 0:
@@ -278,6 +326,12 @@ class Endpoint:
     def _log(self, exchange: Exchange) -> None:
         trace, choices, options = exchange.trace, exchange.choices, exchange.options
         ttft = trace.ttft if trace is not None and trace.first_byte is not None else None
+        access = exchange.access
+        access.model = options.model if options else ""
+        access.outcome, access.ttft_seconds = exchange.outcome, ttft
+        if choices is not None:
+            access.num_cached_tokens = choices.num_cached_tokens
+            access.num_output_tokens = choices.num_output_tokens
         logger.info(
             "request",
             extra={
@@ -338,18 +392,14 @@ def _answer_to(error: WorkerError, request_id: str, images: Sequence[RequestImag
     if isinstance(error, NotAwakeError):
         return errors.waking(waited_seconds=error.waited_seconds)
     if isinstance(error, NoRouteError):
-        what = _ABLE.get(str(error), "")
-        return errors.unavailable(f"No worker{what} is ready for the stage '{error.stage}'.")
+        what = f"{TOLD[reason]} " if (reason := str(error)) in TOLD else ""
+        return errors.unavailable(f"No worker {what}is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
     if isinstance(error, InvalidImageError) and error.item < len(images):
         answer.param = images[error.item].path
     if answer.status >= 500:
         logger.error("request lost", extra={"request_id": request_id, "reason": str(error)})
     return answer
-
-
-_ABLE = {UNCONSTRAINED: " that constrains answers", NO_MINIMUM: " that obeys 'min_tokens'"}
-"""What a worker would have to do, by the reason that there is none."""
 
 
 PING_SECONDS = 15.0
@@ -390,12 +440,9 @@ async def drain_deadline(context: GatewayContext) -> Exception:
     return errors.unavailable("This gateway is shutting down and its time to drain is over.")
 
 
-async def deadline(trace: Trace, until: float | None) -> Exception:
+async def deadline(trace: Trace, until: float) -> Exception:
     """Wait for the client's deadline, a time on the trace's clock; return the error."""
-    if until is None:
-        await asyncio.get_running_loop().create_future()
-    else:
-        await asyncio.sleep(until - trace.clock())
+    await asyncio.sleep(until - trace.clock())
     if (waited := trace.waking_seconds) is not None:
         return errors.waking(waited_seconds=waited)
     return errors.request_deadline()

@@ -150,6 +150,7 @@ async def running(
             compat=settings.compat,
             on_pods=context.registry.apply,
             on_problem=context.note_discovery,
+            on_gateways=context.note_gateways,
         )
     with (
         contextlib.closing(listen(settings.bind, settings.http_port)) as public,

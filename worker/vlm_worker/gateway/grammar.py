@@ -80,12 +80,42 @@ def of_schema(schema: Any, path: str) -> Grammar:
     """The grammar of JSON texts that a JSON Schema accepts. Raises ApiError (400)."""
     if not isinstance(schema, dict):
         raise invalid(f"'{path}' must be an object.", param=path, code="invalid_type")
+    if exceeds(schema, MAX_GRAMMAR_BYTES):  # before anything walks through all of it
+        raise _invalid(
+            path, f"'{path}' has more than the {MAX_GRAMMAR_BYTES} bytes that are allowed."
+        )
     options = _find(schema, _OPTIONS)
     if options is not None:
         raise _keyword(path, options, "is not supported")
     own = {_OPTIONS: {"whitespace_pattern": WHITESPACE}}
     grammar = {"grammars": [{"json_schema": {**closed(schema), **own}}]}
-    return validated(json.dumps(grammar, separators=(",", ":")), path, schema=schema)
+    text = json.dumps(grammar, separators=(",", ":"), ensure_ascii=False)
+    return validated(text, path, schema=schema)
+
+
+def exceeds(value: Any, num_bytes: int) -> bool:
+    """Whether the JSON text of a value has more bytes; reads at most as many values.
+
+    A character or number counts as one byte. So False bounds the bytes to a multiple.
+    """
+    values = [value]
+    while values and num_bytes >= 0:
+        one = values.pop()
+        if isinstance(one, str):
+            num_bytes -= len(one) + 2
+        elif isinstance(one, dict | list):
+            num_bytes -= 1 + len(one) * (2 if isinstance(one, dict) else 1)
+            if num_bytes >= 0:
+                values += one.values() if isinstance(one, dict) else one
+                values += one if isinstance(one, dict) else ()
+        else:
+            num_bytes -= 1
+    return num_bytes < 0
+
+
+def has_options(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema has options of the library, which are not a client's to set."""
+    return _find(schema, _OPTIONS) is not None
 
 
 def validated(text: str, path: str, *, schema: Mapping[str, Any] | None = None) -> Grammar:

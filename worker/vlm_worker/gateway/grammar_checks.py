@@ -1,5 +1,6 @@
-"""Has a child process check grammars, so that no grammar stops the gateway.
+"""Writes grammars on a thread and has a child process check them: none stops the gateway.
 
+    write(how) ─────▶ the tenant's turn ─▶ thread ─▶ what it returns or raises
     check(grammar) ─▶ earlier verdicts ─▶ the tenant's turn ─▶ child ─▶ ApiError or nothing
 
 The library has no bound on its time for every text: an intersection of patterns may take minutes.
@@ -17,7 +18,8 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import logging
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from vlm_worker.gateway.api.errors import unavailable
 from vlm_worker.gateway.fair_slots import FairSlots
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 MAX_VERDICTS: Final = 1024
 MAX_WAITING: Final = 64
 """Checks of one tenant that wait for their turn."""
+MAX_WRITING: Final = 256
+"""Requests of one tenant whose grammar waits to be written. Most take a millisecond."""
+
+T = TypeVar("T")
 
 
 class GrammarChecks:
@@ -46,10 +52,33 @@ class GrammarChecks:
         self._turns = FairSlots(
             1, max_waiting=MAX_WAITING, bound=Bound.TENANT_CHECKS, what="checks of grammars"
         )
+        self._writing = FairSlots(
+            1, max_waiting=MAX_WRITING, bound=Bound.TENANT_CHECKS, what="grammars"
+        )
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="written")
         self._process = GrammarProcess()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.num_checked = 0
         self.num_refused = 0
+
+    async def write(self, write: Callable[[], T], *, tenant: str) -> T:
+        """Write the grammars of a tenant's request: return what `write` returns on a thread.
+
+        If the request ends meanwhile, `write` keeps the turn to its end.
+
+        Raises:
+            FullError: as many of the tenant wait as may; else what `write` raises.
+        """
+        await self._writing.take(tenant)
+        written = asyncio.get_running_loop().run_in_executor(self._writer, write)
+
+        def give(ended: asyncio.Future[T]) -> None:
+            ended.exception()  # the request may have ended: nobody else asks for it
+            self._writing.give(tenant)
+
+        written.add_done_callback(give)
+        await asyncio.wait((written,))
+        return written.result()
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether `check` returns at once."""
@@ -62,19 +91,29 @@ class GrammarChecks:
             ApiError: 400 `invalid_json_schema`, it cannot be used; 503, there is no verdict.
             FullError: as many checks of the tenant wait as may.
         """
+        problem = await self.problem_of(grammar, tenant=tenant)
+        if problem:
+            logger.info("a grammar was refused", extra={"reason": problem[:200]})
+            raise error_of(grammar, problem)
+
+    async def problem_of(self, grammar: Grammar, *, tenant: str) -> str:
+        """Return why a grammar cannot be used; empty if it can.
+
+        Raises:
+            ApiError: 503, there is no verdict.
+            FullError: as `check`.
+        """
         digest = _digest(grammar)
         try:
             problem = self._known(digest)
             if problem is None:
                 problem = await self._checked(tenant, digest, grammar.text.encode())
+            return problem
         except NoVerdictError as error:
             logger.warning("a grammar has no verdict", extra={"reason": str(error)})
             raise unavailable(
                 f"The gateway could not check '{grammar.path}'. Send the request again later."
             ) from error
-        if problem:
-            logger.info("a grammar was refused", extra={"reason": problem[:200]})
-            raise error_of(grammar, problem)
 
     def __del__(self) -> None:
         """End the child of checks that nobody closed, as those of a test."""
@@ -84,6 +123,7 @@ class GrammarChecks:
         """End the child; blocks until it has ended. A running check gets no verdict."""
         self._process.close()
         self._thread.shutdown(wait=False)
+        self._writer.shutdown(wait=False)
 
     def _known(self, digest: bytes) -> str | None:
         """Return an earlier verdict, which is then kept longer than others; None without one."""

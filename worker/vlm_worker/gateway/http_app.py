@@ -1,5 +1,7 @@
-"""Routes HTTP paths. A middleware assigns request ids and checks keys.
+"""Routes HTTP paths. Middlewares answer preflights, assign request ids and check keys.
 
+CorsApp
+   ▼
 AuthMiddleware ─▶ Router ─▶ /v1/chat/completions  /v1/completions  /v1/responses   Endpoint
                        /tokenize  /detokenize                                    without workers
                        /v1/models  /v1/models/{id}
@@ -18,10 +20,12 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from vlm_worker.gateway.access_log import Access
 from vlm_worker.gateway.api import errors
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.context import GatewayContext
+from vlm_worker.gateway.cors import CorsApp
 from vlm_worker.gateway.endpoint import Endpoint
 from vlm_worker.gateway.responses import Response, Send, encode
 from vlm_worker.gateway.responses_api.dialect import ResponsesDialect
@@ -31,7 +35,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,64}")
 
 
-def public_app(context: GatewayContext) -> AuthMiddleware:
+def public_app(context: GatewayContext) -> CorsApp:
     pages = Pages(context)
     router = Starlette(
         routes=[
@@ -47,7 +51,8 @@ def public_app(context: GatewayContext) -> AuthMiddleware:
         exception_handlers={ApiError: _refused, HTTPException: _not_found},
     )
     router.router.redirect_slashes = False
-    return AuthMiddleware(router, context)
+    watcher = context.config_watcher
+    return CorsApp(AuthMiddleware(router, context), lambda: watcher.now.config.cors)
 
 
 def admin_app(context: GatewayContext) -> Starlette:
@@ -77,27 +82,41 @@ class AuthMiddleware:
         if scope["type"] != "http":
             raise ValueError(f"a scope of type {scope['type']!r} is not served")
         headers = dict(scope["headers"])
+        arrived, clock = self._context.clock(), self._context.clock
         request_id = secrets.token_hex(16)
+        access = Access(request_id, method=_method(scope["method"]))
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
 
         async def send_with_id(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
+                access.status = message["status"]
                 named = (b"x-request-id", request_id.encode())
                 message = {**message, "headers": [*message.get("headers", ()), named]}
             await send(message)
 
         tenant = self._tenant(scope["path"], headers.get(b"authorization"))
-        if tenant is None:
-            self._context.meters.request("invalid")
-            await Response(send_with_id).fail(errors.unauthorized())
-            return
-        scope.setdefault("state", {}).update(
-            request_id=request_id,
-            tenant=tenant,
-            client_request_id=client_id if _SAFE_ID.fullmatch(client_id) else "",
-            traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
-        )
-        await self._app(scope, receive, send_with_id)
+        access.tenant = tenant or ""
+        try:
+            if tenant is None:
+                self._context.meters.request("invalid")
+                refusal = errors.unauthorized()
+                access.outcome, access.code = refusal.outcome, refusal.code or ""
+                await Response(send_with_id).fail(refusal)
+                return
+            scope.setdefault("state", {}).update(
+                access=access,
+                request_id=request_id,
+                tenant=tenant,
+                client_request_id=client_id if _SAFE_ID.fullmatch(client_id) else "",
+                traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
+            )
+            await self._app(scope, receive, send_with_id)
+        finally:
+            config = self._context.config_watcher.now.config
+            if config.access_log and scope["path"] not in OPEN_PATHS:
+                route = scope.get("route")
+                access.endpoint = "" if route is None else route.path_format
+                access.log(arrived=arrived, clock=clock)
 
     def _tenant(self, path: str, authorization: bytes | None) -> str | None:
         keys = self._context.config_watcher.now.keys
@@ -167,9 +186,14 @@ def _page(unhealthy_reason: str | None, *, otherwise: str) -> HttpResponse:
     )
 
 
-async def _refused(_: Request, error: Exception) -> HttpResponse:
+def _method(method: str) -> str:
+    """Return a method that this server knows; any other is a client's text."""
+    return method if method in ("GET", "HEAD", "POST", "OPTIONS") else ""
+
+
+async def _refused(request: Request, error: Exception) -> HttpResponse:
     assert isinstance(error, ApiError)
-    return _json(error.body, status=error.status, headers=error.headers)
+    return _refusal(request, error, error.headers)
 
 
 async def _not_found(request: Request, error: Exception) -> HttpResponse:
@@ -182,8 +206,15 @@ async def _not_found(request: Request, error: Exception) -> HttpResponse:
         code, message = "unknown_path", f"There is nothing at this path; there are {paths}."
     elif error.status_code == 405:
         code, message = "method_not_allowed", f"This path takes {headers['Allow']}."
-    refusal = ApiError(error.status_code, message, code=code)
-    return _json(refusal.body, status=error.status_code, headers=headers)
+    return _refusal(request, ApiError(error.status_code, message, code=code), headers)
+
+
+def _refusal(request: Request, error: ApiError, headers: dict[str, str]) -> HttpResponse:
+    """Return the response of a page to an error; its code goes to the access log."""
+    if "access" in request.scope.get("state", {}):  # the admin application has no access log
+        access: Access = request.state.access
+        access.code = error.code or ""
+    return _json(error.body, status=error.status, headers=headers)
 
 
 def _json(

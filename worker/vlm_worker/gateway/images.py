@@ -2,8 +2,7 @@
 
 "data:image/png;base64,…" ─▶ bytes ─▶ header: format, oriented size ─▶ limits ─▶ number of tokens
 "https://…" ── fetching ───▶
-
-A data URL is decoded in pieces, with a yield after each; errors name the invalid character.
+the embedding of an image ─▶ `client_embeddings`
 """
 
 from __future__ import annotations
@@ -12,31 +11,31 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-import msgspec
-import pybase64
 import xxhash
 
 from vlm_worker.core.families import Family, Geometry
+from vlm_worker.core.image_geometry import Grid
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.parts import EmbedsPart, ImagePart
+from vlm_worker.gateway.base64_text import (
+    PIECE_BYTES,
+    NotBase64Error,
+    TooManyBytesError,
+    decode_base64,
+)
+from vlm_worker.gateway.client_embeddings import read_embedding
 from vlm_worker.gateway.config import Config, Limits
 from vlm_worker.gateway.turns import Steps
-from vlm_worker.gateway.visual import Choice, VisualPolicy
+from vlm_worker.gateway.visual import Choice, VisualPolicy, Why
 from vlm_worker.media.image_header import MIME_TYPES, ImageHeader, ImageLimits, read_header
 from vlm_worker.reduction import Reduction
+from vlm_worker.types import EmbedLayout
 
 _NO_IMAGES: Mapping[str, memoryview] = {}
 _NOTHING_FETCHED: Mapping[int, bytearray] = {}
 _PREFIX = re.compile(rb"data:(image/[a-z0-9.+-]{1,32});base64,")
 _PREFIX_BYTES = 128
-# A multiple of 4. Decoding and hashing a piece takes far less than a millisecond.
-_PIECE = 64 * 1024
-# Length of the longest JSON escape, without its backslash.
-_ESCAPE_BYTES = 5
-_OTHER = re.compile(rb"[^A-Za-z0-9+/=]")
-_WHITE_SPACE = b" \t\r\n"
-_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +44,9 @@ class RequestImage:
 
     `max_pixels` limits the pixels that the model sees (0 = the model's maximum). `digest` is the
     XXH3-128 of `data` and serves routing only; the encoder computes the cache key.
+
+    If a client gave the embedding, `data` has its rows, of `layout`, `format` is their dtype,
+    `grid_thw` is that of the image, and its size is 0. It is never reduced.
     """
 
     data: bytes | bytearray
@@ -56,6 +58,8 @@ class RequestImage:
     digest: bytes
     path: str
     choice: Choice
+    grid_thw: Grid | None = None
+    layout: EmbedLayout | None = None
 
     @property
     def reduction(self) -> Reduction | None:
@@ -70,19 +74,26 @@ def read_images(
     fetched: Mapping[int, bytearray] = _NOTHING_FETCHED,
     *,
     visual: VisualPolicy,
+    layout: EmbedLayout | None = None,
 ) -> Steps[tuple[RequestImage | None, ...]]:
     """Check every image and count its tokens. Fetches nothing and decodes no pixels.
 
-    `images` are the data URLs that were taken out of the body, by placeholder, and `fetched` the
-    bytes of the images at other URLs, by position in `parts`. The result has one entry per part;
-    None for a corrupt image that is skipped (`on_corrupt: Skip`).
+    `images` is what was taken out of the body, by placeholder, and `fetched` has the bytes of the
+    images at other URLs, by position in `parts`. `layout` is that of embeddings, if a part is one.
+    The result has one entry per part; None for a corrupt image that is skipped
+    (`on_corrupt: Skip`). A wrong embedding is never skipped.
 
     Raises:
         ApiError: 400; `param` is the path of the part.
     """
     check_count(parts, config)
-    images_read = []
+    images_read: list[RequestImage | None] = []
     for index, part in enumerate(parts):
+        if isinstance(part, EmbedsPart):
+            assert layout is not None, "`layout_for` finds it, or refuses the request"
+            taken_out = images.get(part.url)
+            images_read.append((yield from _given(part, taken_out, config, family, layout)))
+            continue
         if index in fetched:
             mime_type, data = None, fetched[index]
             digest = yield from _digest(data)
@@ -94,6 +105,16 @@ def read_images(
         )
         yield
     return tuple(images_read)
+
+
+def check_taken_out(images: Mapping[str, memoryview], parts: Sequence[ImagePart]) -> None:
+    """Raise ApiError (400) if something was taken out of the body that is of no image part."""
+    if sum(part.url in images for part in parts) != len(images):
+        raise invalid(
+            "A long data URL or embedding stands where no image is expected; it belongs into "
+            "'image_url.url' or 'image_embeds.data'.",
+            param=None,
+        )
 
 
 def check_count(parts: Sequence[ImagePart], config: Config) -> None:
@@ -116,6 +137,36 @@ class _Bytes:
     mime_type: str | None
     data: bytearray
     digest: bytes
+
+
+def _given(
+    part: EmbedsPart,
+    taken_out: memoryview | None,
+    config: Config,
+    family: Family,
+    layout: EmbedLayout,
+) -> Steps[RequestImage]:
+    """Check an embedding. Policies of visual tokens do not apply: its client chose its tokens."""
+    given = yield from read_embedding(
+        part,
+        taken_out,
+        layout=layout,
+        processor=family.processor,
+        bytes_per_image=config.limits.bytes_per_image,
+    )
+    return RequestImage(
+        data=given.rows,
+        format=given.dtype,
+        width=0,
+        height=0,
+        num_tokens=given.num_tokens,
+        max_pixels=0,
+        digest=given.digest,
+        path=part.path,
+        choice=Choice(why=Why.OFF),
+        grid_thw=given.grid_thw,
+        layout=layout,
+    )
 
 
 def _read(
@@ -191,8 +242,8 @@ def _cap(part: ImagePart, header: ImageHeader, limits: Limits, cap: int) -> int:
 def _digest(data: bytearray) -> Steps[bytes]:
     hasher = xxhash.xxh3_128()
     view = memoryview(data)
-    for start in range(0, len(data), _PIECE):
-        hasher.update(view[start : start + _PIECE])
+    for start in range(0, len(data), PIECE_BYTES):
+        hasher.update(view[start : start + PIECE_BYTES])
         yield
     return hasher.digest()
 
@@ -238,14 +289,6 @@ def _sentence(error: Exception) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-class NotBase64Error(ValueError):
-    """The text is not base64. The message is fit for a client."""
-
-
-class TooManyBytesError(ValueError):
-    """The image has more bytes than allowed."""
-
-
 def split_data_url(url: bytes | memoryview, *, escaped: bool) -> tuple[str, memoryview] | None:
     """Return the media type and the base64 of an image's data URL; None for any other URL.
 
@@ -260,84 +303,3 @@ def split_data_url(url: bytes | memoryview, *, escaped: bool) -> tuple[str, memo
         return None
     num_escaped = match.group().count(b"/") if head[: match.end()] != match.group() else 0
     return match.group(1).decode(), view[match.end() + num_escaped :]
-
-
-def decode_base64(
-    text: memoryview, *, max_bytes: int, escaped: bool
-) -> Steps[tuple[bytearray, bytes]]:
-    """Decode base64; return the bytes and their XXH3-128. Yields after each piece.
-
-    It may be wrapped, unpadded and in the URL-safe alphabet. Its padding bits must be 0.
-
-    Raises:
-        NotBase64Error: the text is not base64.
-        TooManyBytesError: more than `max_bytes`; raised before the whole text is decoded.
-    """
-    data = bytearray()
-    hasher = xxhash.xxh3_128()
-    rest = last = b""
-    num_read = at = 0
-    while at < len(text):
-        end = min(at + _PIECE, len(text))
-        piece = bytes(text[at:end])
-        if escaped and b"\\" in piece:
-            end = _before_cut_escape(piece, at, end, len(text))
-            piece = _unescaped(bytes(text[at:end]))
-        at = end
-        piece = rest + _standard(piece)
-        if at == len(text) and len(piece) % 4 > 1 and b"=" not in piece:
-            piece += b"=" * (-len(piece) % 4)
-        whole = len(piece) if at == len(text) else len(piece) // 4 * 4
-        rest, piece = piece[whole:], piece[:whole]
-        if piece and b"=" in last:
-            raise NotBase64Error("'=' stands before its end")
-        decoded = _decoded(piece, num_read)
-        num_read += len(piece)
-        last = piece[-4:] or last
-        if len(data) + len(decoded) > max_bytes:
-            raise TooManyBytesError
-        data += decoded
-        hasher.update(decoded)
-        yield
-    if not data:
-        raise NotBase64Error("it is empty")
-    if pybase64.b64encode(bytes(data[(len(data) - 1) // 3 * 3 :])) != last:
-        raise NotBase64Error("its last character has bits that stand for nothing")
-    return data, hasher.digest()
-
-
-def _standard(piece: bytes) -> bytes:
-    """Return a piece without white space, in the standard alphabet; most pieces are as they are."""
-    if any(other in piece for other in (b"\n", b"\r", b" ", b"\t", b"-", b"_")):
-        return piece.translate(_STANDARD, _WHITE_SPACE)
-    return piece
-
-
-def _decoded(piece: bytes, num_before: int) -> bytes:
-    try:
-        return pybase64.b64decode(piece, validate=True)
-    except ValueError as error:
-        raise NotBase64Error(_problem(piece, num_before)) from error
-
-
-def _problem(piece: bytes, num_before: int) -> str:
-    """Describe the error in a piece that `num_before` characters precede, but for white space."""
-    other = _OTHER.search(piece)
-    if other is None:
-        return "it is cut off, or has a wrong number of '='"
-    where = f"at character {num_before + other.start() + 1}"
-    return f"it has a character {where} that is not of its alphabet"
-
-
-def _before_cut_escape(piece: bytes, start: int, end: int, length: int) -> int:
-    """Return the start of an escape that may continue after `end`, else `end`."""
-    start_of_escape = piece.rfind(b"\\", max(0, len(piece) - _ESCAPE_BYTES))
-    return start + start_of_escape if start_of_escape > 0 and end < length else end
-
-
-def _unescaped(piece: bytes) -> bytes:
-    try:
-        text: str = msgspec.json.decode(b'"' + piece + b'"', type=str)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise NotBase64Error("it has an escape that JSON does not know") from error
-    return text.encode("utf-8", "replace")

@@ -23,6 +23,7 @@ from vlm_worker.core.process_memory import HOST_MEMORY_METRICS, HostMemory, Proc
 from vlm_worker.gateway.fetching import fetcher
 from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
 from vlm_worker.gateway.pod_caches import PodCaches
+from vlm_worker.gateway.rate_limits import Account
 from vlm_worker.gateway.visual import TIERS
 from vlm_worker.metrics import COUNTER, GAUGE, SECONDS_BUCKETS, STAGE_BUCKETS, Metric, families
 from vlm_worker.types import STAGES, Modality
@@ -35,11 +36,11 @@ VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 
 class GatewayMetrics:
-    """All metrics of a gateway. Label values come from closed sets only.
+    """All metrics of a gateway. Label values come from closed sets only; tenants are names of keys.
 
     `now` is a time in seconds on the gateway's clock, here and in all methods. `memory` is the
     budget of the requests. The owner of a PodCaches sets `caches`, that of session prefetches
-    `prefetches`.
+    `prefetches`, that of the limits of tenants `accounts`.
     """
 
     def __init__(self, now: float = 0.0, *, memory: MemoryBudget | None = None) -> None:
@@ -52,6 +53,7 @@ class GatewayMetrics:
         self.memory = memory or MemoryBudget(0)
         self.caches = PodCaches()
         self.prefetches: Counter[str] = Counter()
+        self.accounts: Mapping[str, Account] = {}
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.refusals = Counter(dict.fromkeys(Bound, 0))
         self.fetches = Counter(dict.fromkeys(fetcher.OUTCOMES, 0))
@@ -221,6 +223,31 @@ class GatewayMetrics:
         """The declared memory of the process by part, and its resident memory."""
         return () if self._host is None else families(HOST_MEMORY_METRICS, self._host())
 
+    def tenants(self) -> Iterable[Family]:
+        """What tenants with limits used; nothing before the first request of one."""
+        if not self.accounts:
+            return
+        requests = CounterMetricFamily(
+            metrics.TENANT_REQUESTS_TOTAL, "Requests of tenants with limits.", labels=["tenant"]
+        )
+        tokens = CounterMetricFamily(
+            metrics.TENANT_TOKENS_TOTAL,
+            "Tokens of tenants with limits, of prompts and answers.",
+            labels=["tenant", "kind"],
+        )
+        refused = CounterMetricFamily(
+            metrics.TENANT_REFUSED_TOTAL,
+            "Requests refused by a limit of their tenant.",
+            labels=["tenant", "limit"],
+        )
+        for tenant, account in self.accounts.items():
+            requests.add_metric([tenant], account.num_requests)
+            tokens.add_metric([tenant, "prompt"], account.num_prompt_tokens)
+            tokens.add_metric([tenant, "output"], account.num_output_tokens)
+            for limit, count in account.refusals.items():
+                refused.add_metric([tenant, limit.value], count)
+        yield from (requests, tokens, refused)
+
     @property
     def _totals(self) -> dict[str, float]:
         return {
@@ -246,6 +273,7 @@ class _Page(Collector):
         yield from self.metrics.histograms()
         yield from families(_METRICS, self)
         yield from self.metrics.host_memory()
+        yield from self.metrics.tenants()
         if self.metrics.identity is not None:
             yield from families(IDENTITY_METRICS, self.metrics.identity)
 

@@ -5,8 +5,9 @@
     DropOldest     the oldest images leave the prompt, one by one until it fits
 
 Images of the last user message are never dropped: the question is about them. Images of
-`detail: high` or `original` are never reduced. If the request still exceeds the context, it is
-refused. A request that fits changes nothing, so prefix hits are lost only where needed.
+`detail: high` or `original`, and embeddings of clients, are never reduced. If the request still
+exceeds the context, it is refused. A request that fits changes nothing, so prefix hits are lost
+only where needed.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def _reduce(images: Sequence[RequestImage], num_excess: int, family: Family) -> 
 
 def _reduced(image: RequestImage, family: Family) -> RequestImage:
     """The image with an eighth of its tokens; itself if it has no more, or needs all of them."""
+    if image.grid_thw is not None:
+        return image  # a client's embedding
     wants_all = image.choice.why is Why.DETAIL and image.choice.tier == "native"
     geometry = family.geometry(image.height, image.width, max_pixels=image.max_pixels)
     num_tokens = family.num_tokens(geometry.grid_thw, EIGHTH)

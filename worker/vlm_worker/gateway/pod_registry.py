@@ -2,24 +2,17 @@
 
 discovery ─▶ apply(pods) ─▶ a task per pod:  Hello ─▶ WatchLoad, WatchLoad, … ─▶ lost: Hello again
                             candidates() ─▶ route
-
-A change of the pods wakes waiting requests one after another:
-
-change ─▶ first request of each group: condition?  false: the whole group stays blocked
-                                                   true: it takes its pods, then the next is woken
-
-All members of a group have the same condition. If it is false for the first, it is false for all.
+                            a change of the pods ─▶ waiters
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Self
 
@@ -27,6 +20,7 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.errors import DrainingError, IncompatibleError, PeerLostError, WorkerError
 from vlm_worker.gateway.discovery import KnownPod
 from vlm_worker.gateway.pod_caches import Mark, PodCaches
+from vlm_worker.gateway.waiters import Waiters
 from vlm_worker.route import Candidate
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey, Role, Stage
@@ -101,6 +95,8 @@ class PodConnection:
             lent_queued_seconds=load.lent_queued_seconds if load else 0.0,
             grammars=hello.grammars,
             min_tokens=hello.min_tokens,
+            prompt_logprobs=hello.prompt_logprobs,
+            embed_layout=hello.embed_layout,
         )
 
     @property
@@ -431,69 +427,3 @@ class PodsInUse:
         """Cancel the attempt on one pod. A lost pod needs no cancellation."""
         with contextlib.suppress(WorkerError), self._registry.use(name) as client:
             await client.cancel(self._key, timeout=self._registry.timers.cancel)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Waiter:
-    condition: Callable[[], bool]
-    helped: asyncio.Future[None]
-
-
-class Waiters:
-    """The waiting requests of one gateway, in order of arrival, by group.
-
-    The event loop is the only writer.
-    """
-
-    def __init__(self) -> None:
-        self._groups: dict[Hashable, dict[_Waiter, None]] = {}
-        self._changed = False
-        self._waking: asyncio.Task[None] | None = None
-
-    async def wait_until(
-        self, condition: Callable[[], bool], *, timeout: float, group: Hashable = None
-    ) -> bool:
-        """Wait until `condition` holds after a change; return False after `timeout` seconds.
-
-        The condition must not depend on load: a load report wakes waiters only if the worker starts
-        or stops accepting. All waiters of a `group` have the same condition. Without a group, the
-        waiter's condition is checked after every change.
-        """
-        if condition():
-            return True
-        waiter = _Waiter(condition, asyncio.get_running_loop().create_future())
-        group = waiter if group is None else group
-        self._groups.setdefault(group, {})[waiter] = None
-        try:
-            async with asyncio.timeout(timeout):
-                await waiter.helped
-        except TimeoutError:
-            return False
-        finally:
-            members = self._groups[group]
-            del members[waiter]
-            if not members:
-                del self._groups[group]
-        return True
-
-    def notify(self) -> None:
-        """Check the waiters' conditions after a change of the pods."""
-        self._changed = True
-        if self._groups and (self._waking is None or self._waking.done()):
-            self._waking = asyncio.get_running_loop().create_task(self._wake(), name="wake")
-
-    async def _wake(self) -> None:
-        while self._changed:
-            self._changed = False
-            for group in list(self._groups):
-                await self._wake_group(group)
-
-    async def _wake_group(self, group: Hashable) -> None:
-        for waiter in list(self._groups.get(group, ())):
-            if waiter.helped.done():
-                continue
-            if not waiter.condition():
-                return
-            waiter.helped.set_result(None)
-            # Let the woken request take its pods before the next condition is checked.
-            await asyncio.sleep(0)

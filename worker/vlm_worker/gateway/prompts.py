@@ -7,14 +7,13 @@ Text of clients never becomes a control token.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -23,10 +22,9 @@ from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_poin
 from vlm_worker.core.token_texts import TokenTexts, ids_of
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
-from vlm_worker.gateway.api.tools import ToolCall
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.chat_template import ChatTemplate, examine, read_template
-from vlm_worker.gateway.conversation import Conversation
+from vlm_worker.gateway.conversation import Conversation, continued, outline, shortened
 from vlm_worker.gateway.responding.builtin import Responding, choose
 from vlm_worker.types import PARAMETERS
 
@@ -36,16 +34,6 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 # The end of a prompt in which an answer's beginning is looked for.
 _END_PIECES = 16
 _END_TEXT = 1024
-# Contents of a next message that have no beginning in common, as texts and as parts.
-_NEXT_CONTENTS: Final = (
-    "a",
-    "7 Z",
-    (TextPart("."),),
-    (TextPart("b"), ImagePart("", "auto", "")),
-    (ImagePart("", "auto", ""), TextPart("c")),
-)
-# Results of a call that have no beginning in common.
-_NEXT_RESULTS: Final = ("a", "7 Z", '{"b": 1}')
 # Upper bound: normalizers shrink text most by composing Hangul and accents, to a third.
 _NORMALIZER_SHRINKS = 3
 
@@ -171,14 +159,19 @@ class PromptBuilder:
         """
         if not isinstance(self._template, ChatTemplate):
             return None
-        rendered = []
         sends_reasoning = any(m.reasoning is not None for m in said.messages)
-        for following in _continued(answer, sends_reasoning=sends_reasoning):
-            with contextlib.suppress(ApiError):
-                following_said = dataclasses.replace(said, messages=(*said.messages, *following))
-                rendered.append(self._template.render(following_said))
-        pieces = self._pieces.shared(rendered)
-        if not pieces:
+        ways = list(continued(answer, sends_reasoning=sends_reasoning))
+        # The outline shows which ways differ most, so that few long conversations are rendered.
+        short = outline(said)
+        outlines = [
+            self._continuation(short, way)
+            for way in continued(shortened(answer), sends_reasoning=sends_reasoning)
+        ]
+        rendered = [
+            self._continuation(said, ways[index]) for index in _most_different(outlines, ways)
+        ]
+        pieces = self._pieces.shared([one for one in rendered if one is not None])
+        if not pieces or None in rendered:
             return None
         token_ids = self._pieces.encode(pieces)
         if pieces[0] != (self._bos, True):
@@ -188,6 +181,18 @@ class PromptBuilder:
         except InvalidRequestError:
             return None
         return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
+
+    def _continuation(
+        self, said: Conversation, following: Sequence[Message]
+    ) -> list[PromptPiece] | None:
+        """Render a conversation that goes on; None if the template refuses it."""
+        assert isinstance(self._template, ChatTemplate)
+        try:
+            return self._template.render(
+                dataclasses.replace(said, messages=(*said.messages, *following))
+            )
+        except ApiError:
+            return None
 
     def _encode(self, pieces: Sequence[PromptPiece]) -> list[int]:
         """The ids of a rendered conversation, one placeholder per image."""
@@ -360,28 +365,6 @@ def _sampling_defaults(model_dir: Path) -> dict[str, float]:
     return defaults
 
 
-def _continued(answer: Message, *, sends_reasoning: bool) -> Iterator[tuple[Message, ...]]:
-    """Yield ways in which an answer and what follows it may be told.
-
-    A client that has sent the reasoning of an earlier answer sends this one's, too.
-    """
-    is_certain = sends_reasoning or answer.reasoning is None
-    bare = dataclasses.replace(answer, reasoning=None)
-    for told in (answer,) if is_certain else (answer, bare):
-        for content in _NEXT_CONTENTS:
-            yield told, Message("user", content)
-        for text, calls in itertools.product(_NEXT_RESULTS, _answered(answer.tool_calls)):
-            results = (
-                Message("tool", text, tool_call_id=call.id, name=call.name) for call in calls
-            )
-            yield told, *results
-
-
-def _answered(calls: tuple[ToolCall, ...]) -> tuple[tuple[ToolCall, ...], ...]:
-    """Calls whose results may follow an answer, in orders with other first ones."""
-    return (calls, calls[::-1], calls[:1]) if calls else ()
-
-
 PromptPiece = tuple[str, bool]
 """Text, and whether it is a control token."""
 
@@ -464,6 +447,24 @@ class PieceEncoder:
                 f"tokenizer.json: has no control token {named}, which images of this model need"
             )
         return content, True
+
+
+def _most_different(
+    outlines: Sequence[Sequence[PromptPiece] | None], ways: Sequence[Sequence[Message]]
+) -> list[int]:
+    """Indices of ways that share as little as all do; empty without two that are rendered.
+
+    They are the first one, and per role of what follows the one that shares least with it. A role
+    may change earlier messages, which an outline lacks: templates drop old reasoning by it.
+    """
+    first, *others = [index for index, one in enumerate(outlines) if one is not None] or [0]
+    least: dict[str, tuple[int, int]] = {}
+    for index in others:
+        pair = outlines[first] or (), outlines[index] or ()
+        num_shared = sum(1 for _ in _shared_pieces(pair))
+        role = ways[index][1].role
+        least[role] = min(least.get(role, (num_shared, index)), (num_shared, index))
+    return [first, *(index for _, index in least.values())] if least else []
 
 
 def _shared_pieces(renderings: Sequence[Sequence[PromptPiece]]) -> Iterator[PromptPiece]:

@@ -12,22 +12,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from vlm_worker.gateway.api.completion_prompts import GivenPrompt, check_echo
-from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.answer_grammar import AnswerGrammars
+from vlm_worker.gateway.api.completion_prompts import GivenPrompt
+from vlm_worker.gateway.api.completions import CompletionRequest, check_shown, parse_completion
+from vlm_worker.gateway.api.errors import ApiError, unsupported
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
 from vlm_worker.gateway.api.requests import (
     ChatRequest,
-    CompletionRequest,
-    ImagePart,
     Message,
     Options,
-    TextPart,
-    check_end,
     parse_chat,
-    parse_completion,
     parse_message,
 )
 from vlm_worker.gateway.api.tools import CallsParser
 from vlm_worker.gateway.body import BodyBytes, JsonBody, read_json
+from vlm_worker.gateway.client_embeddings import check_allowed, layout_for
 from vlm_worker.gateway.config import Config, Salts, max_hold_seconds, max_wait_seconds
 from vlm_worker.gateway.conversation import (
     Conversation,
@@ -38,9 +37,8 @@ from vlm_worker.gateway.conversation import (
 from vlm_worker.gateway.dialect import Dialect
 from vlm_worker.gateway.fetching.fetcher import ImageFetcher
 from vlm_worker.gateway.fetching.urls import is_url
-from vlm_worker.gateway.grammar import Grammar
 from vlm_worker.gateway.grammar_checks import GrammarChecks
-from vlm_worker.gateway.images import RequestImage, check_count, read_images
+from vlm_worker.gateway.images import RequestImage, check_count, check_taken_out, read_images
 from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
@@ -48,11 +46,11 @@ from vlm_worker.gateway.overflow import Fitted, fit
 from vlm_worker.gateway.pod_caches import RequestDigests
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder, check_context, context_exceeded
 from vlm_worker.gateway.request_guard import Guard, unguarded
-from vlm_worker.gateway.responding.enforced import enforced, schemas_of
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.sampling_defaults import check_min_tokens, check_sampling, sampling_of
 from vlm_worker.gateway.turns import Steps, Turns, at_once
 from vlm_worker.gateway.visual import BrownOut, VisualPolicy, Why, check_visual_tokens
+from vlm_worker.types import EmbedLayout
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,8 @@ class Preparer:
     """Prepares requests. With `any_priority` clients may set a priority above the default.
 
     With `session_prefetch`, a chat knows the beginning of its next turn. With `mark_history`,
-    prompts of conversations have `num_history_tokens`.
+    prompts of conversations have `num_history_tokens`. With `client_embeddings`, chats may have
+    embeddings in place of images, of the layout that `embed_layout` returns; None if none is known.
     """
 
     prompt_builder: PromptBuilder
@@ -85,6 +84,8 @@ class Preparer:
     any_priority: bool = False
     session_prefetch: bool = False
     mark_history: bool = False
+    client_embeddings: bool = False
+    embed_layout: Callable[[], EmbedLayout | None] = lambda: None
     turns: Turns = dataclasses.field(default_factory=Turns)
     brown_out: BrownOut = dataclasses.field(default_factory=BrownOut)
     fetcher: ImageFetcher = dataclasses.field(default_factory=ImageFetcher)
@@ -139,7 +140,8 @@ class Preparer:
     ) -> PreparedRequest:
         """Fetch and check the images of a chat, and prepare it. Raises as `read` does."""
         if request.options.sampling.grammar is not None:
-            await self._check_grammars((request.options.sampling.grammar,), tenant, guard)
+            grammars = AnswerGrammars(self.grammar_checks, tenant, guard)
+            await grammars.check((request.options.sampling.grammar,))
         fetched = await self._fetch(request, config, held, tenant, trace, guard)
         images = await self.turns.run(self._read_images(request, parsed, fetched, config, tenant))
         return await self.chat(
@@ -156,19 +158,10 @@ class Preparer:
     def checked_chat(self, parsed: JsonBody, chat: dict[str, Any]) -> Steps[ChatRequest]:
         """Check the chat that a body has or asks for. Raises ApiError that names the field."""
         request = yield from parse_chat(chat)
-        _check_urls(parsed, request.images)
+        check_taken_out(parsed.images, request.images)
+        check_allowed(request.images, is_on=self.client_embeddings)
         self.check_model(request.options.model)
         return request
-
-    async def _check_grammars(self, grammars: Sequence[Grammar], tenant: str, guard: Guard) -> None:
-        """Check grammars one after another, so that an error names the first that is refused."""
-
-        async def each() -> None:
-            for grammar in grammars:
-                await self.grammar_checks.check(grammar, tenant=tenant)
-
-        are_known = all(self.grammar_checks.knows(grammar) for grammar in grammars)
-        await (each() if are_known else guard(each()))
 
     async def _fetch(
         self,
@@ -211,8 +204,9 @@ class Preparer:
             messages=request.messages,
             browned_out=self.brown_out.is_on,
         )
+        parts, layout = request.images, layout_for(request.images, self.embed_layout())
         images = yield from read_images(
-            request.images, config, family, parsed.images, fetched, visual=visual
+            parts, config, family, parsed.images, fetched, visual=visual, layout=layout
         )
         num_visual = sum(image.num_tokens for image in images if image is not None)
         check_visual_tokens(num_visual, limits, tenant=tenant)
@@ -254,7 +248,9 @@ class Preparer:
             return self._chat_prompt(conversation_without(said, dropped), counts)
 
         form = self._answer_form(request, prompt.opening)
-        ask = dataclasses.replace(ask, options=await self._enforcing(request, form, tenant, guard))
+        grammars = AnswerGrammars(self.grammar_checks, tenant, guard)
+        options = await grammars.enforcing(request, form, self.prompt_builder.control_ids)
+        ask = dataclasses.replace(ask, options=options)
         prepared = self._prepared_request(ask, prompt_without, images)
         return dataclasses.replace(
             prepared,
@@ -262,25 +258,6 @@ class Preparer:
             next_turn=next_turn,
             pins_session=request.is_session,
         )
-
-    async def _enforcing(
-        self, request: ChatRequest, form: AnswerForm | None, tenant: str, guard: Guard
-    ) -> Options:
-        """Return the options with the grammar that tools and `response_format` ask for together.
-
-        Raises:
-            ApiError: 400; there is no such grammar, or it cannot be used.
-        """
-        options = request.options
-        asked = options.sampling.grammar
-        parts = schemas_of(request.tools)  # alone, so that an error names its part
-        grammar = enforced(request.tools, asked, form, self.prompt_builder.control_ids)
-        if grammar is None or grammar is asked:
-            return options
-        check_end(options.sampling.given, grammar)
-        await self._check_grammars((*parts, grammar), tenant, guard)
-        sampling = dataclasses.replace(options.sampling, grammar=grammar)
-        return dataclasses.replace(options, sampling=sampling)
 
     def _answer_form(self, request: ChatRequest, opening: str) -> AnswerForm | None:
         """Return how answers are read; None if they are content alone.
@@ -372,12 +349,12 @@ class Preparer:
         prepared = []
         for given, num_text_bytes in zip(request.prompts, num_bytes, strict=True):
             build = functools.partial(self._given_prompt, given, echo=request.echo)
-            prompt, echo = await _encode(build, sum(num_bytes))
+            prompt, text = await _encode(build, sum(num_bytes))
             ask = _Ask(request.options, config, request_id, tenant, num_text_bytes, given.path)
             without = functools.partial(_unchanged, prompt)
             one = self._prepared_request(ask, without, ())
-            prepared.append(dataclasses.replace(one, echo=echo))
-        check_echo([one.echo for one in prepared], request.options.num_choices)
+            prepared.append(dataclasses.replace(one, echo=request.echo_of(text)))
+        check_shown(request, [(one.echo, one.num_tokens(0)) for one in prepared])
         return tuple(prepared)
 
     def _check_given(self, given: GivenPrompt, config: Config) -> int:
@@ -477,15 +454,6 @@ class _Ask:
     tenant: str
     num_text_bytes: int
     param: str
-
-
-def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
-    """Raise ApiError (400) if a long data URL is not the URL of an image part."""
-    if sum(image.url in body.images for image in images) != len(body.images):
-        raise invalid(
-            "A long data URL stands where no image is expected; it belongs into 'image_url.url'.",
-            param=None,
-        )
 
 
 def _unchanged(prompt: Prompt, dropped: frozenset[int]) -> Prompt:

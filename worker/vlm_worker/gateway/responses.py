@@ -11,20 +11,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
+from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
+from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt, after
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.request_guard import within
 from vlm_worker.gateway.responding.message import MessageReader
 from vlm_worker.types import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+T = TypeVar("T")
+Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 # A client that reads nothing for this time counts as disconnected.
 SLOW_READER_SECONDS = 30.0
@@ -38,12 +42,15 @@ class Response:
     """The HTTP response. It starts with the first byte, so that earlier errors set the status.
 
     `failure` writes the last event of a stream that fails; the writer of the answer may set it.
+    `headers` returns more headers, when the response starts. `status` is 0 before.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
         self.failure = _error_event
+        self.headers: Callable[[], Mapping[str, str]] = dict
+        self.status = 0
 
     async def write(self, body: bytes) -> None:
         """Send bytes of an event stream; start it if necessary."""
@@ -81,8 +88,9 @@ class Response:
             logger.debug("the client disconnected before the error was sent")
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.started = True
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self.started, self.status = True, status
+        fields = {**headers, **self.headers()}
+        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
         await self._put({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _put(self, message: dict[str, Any]) -> None:
@@ -92,8 +100,7 @@ class Response:
             ClientGoneError: the client disconnected or read nothing for `SLOW_READER_SECONDS`.
         """
         try:
-            async with asyncio.timeout(SLOW_READER_SECONDS):
-                await self._send(message)
+            await within(SLOW_READER_SECONDS, self._send(message))
         except TimeoutError:
             raise ClientGoneError("the client reads nothing") from None
         except OSError as error:
@@ -111,7 +118,8 @@ class ResponseWriter:
         stream: bool,
         assemblers: Sequence[TextAssembler],
         readers: Sequence[MessageReader | None] = (),
-        echoes: Sequence[str] = (),
+        echoes: Sequence[Echo] = (),
+        texts: TokenTexts | None = None,
         with_logprobs: bool,
         trace: Trace,
         on_token: Callable[[int], None],
@@ -120,15 +128,17 @@ class ResponseWriter:
         """`assemblers` has one per choice; `on_token` gets the choice of each token.
 
         `readers` has one per choice too; None: its text is content alone. `echoes` has what each
-        choice begins with; its log-probabilities are not known. `on_text` gets the texts
-        of all choices as they are sent.
+        choice shows of its prompt, by the `texts` of tokens. `on_text` gets the texts of all
+        choices as they are sent.
         """
         self._response = response
         self._envelope = envelope
         self._stream = stream
         self._assemblers = assemblers
         self._readers = readers or [None] * len(assemblers)
-        self._echoes = echoes or [""] * len(assemblers)
+        self._echoes = echoes or [NO_ECHO] * len(assemblers)
+        self._texts = texts
+        self._prompts: dict[int, ScoredPrompt | None] = {}
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
@@ -136,12 +146,20 @@ class ResponseWriter:
         self._held: dict[int, list[TextChunk]] = {}
         self._whole: dict[int, dict[str, Any]] = {}
 
+    def begin(self, index: int, prompt: ScoredPrompt | None) -> None:
+        """Begin a choice, before its first token, with the log-probabilities of its prompt."""
+        self._prompts.setdefault(index, prompt)
+
     async def emit(self, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Deliver a token of a choice; return False once the answer is complete.
 
         It is after a stop string, or after its only call.
         """
         assembler, reader = self._assemblers[index], self._readers[index]
+        if self._echoes[index].no_answer:
+            await self._put(index, TextChunk(""))
+            self._on_token(index)
+            return True
         await self._put(index, assembler.feed(token_id, logprobs))
         self._on_token(index)
         return not (assembler.stopped or (reader is not None and reader.done))
@@ -152,6 +170,8 @@ class ResponseWriter:
         await self._put(index, assembler.finish(), is_last=True)
         if assembler.stopped:
             finish_reason = FinishReason.STOP
+        if self._echoes[index].no_answer:
+            finish_reason = FinishReason.LENGTH
         if reader is not None:
             finish_reason = reader.finish_reason(finish_reason)
         shape = self._envelope.shape
@@ -163,7 +183,11 @@ class ResponseWriter:
         text = "".join(piece.text for piece in held)
         tokens = [token for piece in held for token in piece.tokens]
         content = text if reader is None else reader.message
-        self._whole[index] = shape.whole(index, content, self._shown(tokens), finish_reason)
+        whole = shape.whole(index, content, self._shown(tokens), finish_reason)
+        if self._echoes[index].num_prompt_logprobs is not None and self._texts is not None:
+            show = self._echoes[index].prompt_logprobs
+            whole["prompt_logprobs"] = await self._of_prompt(index, show, self._texts)
+        self._whole[index] = whole
 
     @property
     def message(self) -> dict[str, Any] | None:
@@ -222,8 +246,11 @@ class ResponseWriter:
     async def _put(self, index: int, piece: TextChunk, *, is_last: bool = False) -> None:
         first = index not in self._held
         held = self._held.setdefault(index, [])
-        if first and self._echoes[index]:
-            piece = TextChunk(self._echoes[index] + piece.text, piece.tokens)
+        echo = self._echoes[index]
+        piece = after(echo, piece)
+        if first and (echo.text or echo.lists_all) and self._texts is not None:
+            shown = await self._of_prompt(index, echo.chunk, self._texts)
+            piece = TextChunk(shown.text + piece.text, (*shown.tokens, *piece.tokens))
         deltas = self._deltas(index, piece, is_last=is_last)
         self._on_text(piece.text)
         if not self._stream:
@@ -240,6 +267,14 @@ class ResponseWriter:
                 await self._response.write(self._envelope.chunk([choice]))
         if first and index == 0:  # the trace is of the first choice
             self._trace.first_byte_sent()
+
+    async def _of_prompt(
+        self, index: int, show: Callable[[TokenTexts, ScoredPrompt | None], T], texts: TokenTexts
+    ) -> T:
+        """What a choice shows of its prompt. A long one would block the event loop."""
+        prompt = self._prompts.get(index)
+        is_long = prompt is not None and prompt.is_long
+        return await asyncio.to_thread(show, texts, prompt) if is_long else show(texts, prompt)
 
     def _deltas(self, index: int, piece: TextChunk, *, is_last: bool) -> list[Delta]:
         """Return what a piece adds to its message, in order."""
@@ -266,14 +301,20 @@ def chat_body(tokens: Tokens) -> dict[str, Any] | None:
 
 
 def completion_body(tokens: Tokens) -> dict[str, Any] | None:
-    """Return `logprobs` of a completion's choice; `top_logprobs` include the chosen token."""
+    """Return `logprobs` of a completion's choice; `top_logprobs` include the chosen token.
+
+    The first token of a prompt has null in both.
+    """
     if tokens is None:
         return None
     return {
         "tokens": [one.chosen.text for one in tokens],
         "token_logprobs": [one.chosen.logprob for one in tokens],
         "top_logprobs": [
-            {likely.text: likely.logprob for likely in (*one.top, one.chosen)} for one in tokens
+            None
+            if one.chosen.logprob is None
+            else {likely.text: likely.logprob for likely in (*one.top, one.chosen)}
+            for one in tokens
         ],
         "text_offset": [one.offset for one in tokens],
     }

@@ -56,6 +56,7 @@ def sampling_of(
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         logit_bias=options.logit_bias,
         num_logprobs=options.num_logprobs,
+        num_prompt_logprobs=options.num_prompt_logprobs,
         stop_token_ids=options.stop_token_ids,
         grammar=b"" if options.grammar is None else options.grammar.text.encode(),
         **chosen,

@@ -24,7 +24,8 @@ import msgspec
 from vlm_worker.annotations import MAX_PIXELS
 from vlm_worker.core.families import Family
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart, Visual
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message, Visual
 from vlm_worker.gateway.question_class import QuestionClass, classify
 from vlm_worker.reduction import POOL_BLOCKS, Method, Reduction
 

@@ -251,27 +251,39 @@ class Decoder:
             step: the context of this step.
             rows_R: int64, packed positions whose logits are computed; None is all.
         """
-        positions = positions_PT[:, None] if len(positions_PT) > 1 else positions_PT
+        native = self._native
+        if native is not None and native.tail is not None and rows_R is not None:
+            kinds = self._kinds_of_step(embeds_TD, _positions(positions_PT), step)
+            return native.logits(embeds_TD, step.kv_cache, step.slot_mapping, kinds, rows_R)
+        hidden_TD = self.hidden(embeds_TD, positions_PT, step)
+        return self.head(hidden_TD if rows_R is None else hidden_TD[rows_R])
+
+    def hidden(
+        self, embeds_TD: torch.Tensor, positions_PT: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        """Compute the inputs `[T, D]` of the head; arguments as those of `logits`."""
+        positions = _positions(positions_PT)
         if self._native is None:
             output = self._text_model(
                 inputs_embeds=embeds_TD[None], position_ids=positions, use_cache=False, step=step
             )
-            hidden_TD = output.last_hidden_state[0]
-        else:
-            kinds = self._kinds_of_step(embeds_TD, positions, step)
-            arguments = embeds_TD, step.kv_cache, step.slot_mapping, kinds
-            if self._native.tail is not None and rows_R is not None:
-                return self._native.logits(*arguments, rows_R)
-            self._native(*arguments)
-            hidden_TD = self._text_model.norm(embeds_TD)
-        logits: torch.Tensor = self._head(hidden_TD if rows_R is None else hidden_TD[rows_R])
-        return logits
+            hidden_TD: torch.Tensor = output.last_hidden_state[0]
+            return hidden_TD
+        kinds = self._kinds_of_step(embeds_TD, positions, step)
+        self._native(embeds_TD, step.kv_cache, step.slot_mapping, kinds)
+        normed_TD: torch.Tensor = self._text_model.norm(embeds_TD)
+        return normed_TD
+
+    def head(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Compute logits `[R, V]` from results of `hidden`."""
+        logits_RV: torch.Tensor = self._head(hidden_RD)
+        return logits_RV
 
     def observe(
         self, embeds_TD: torch.Tensor, positions_PT: torch.Tensor, step: StepContext
     ) -> None:
         """Run all layers, layer by layer, for the `observation` of the step."""
-        positions = positions_PT[:, None] if len(positions_PT) > 1 else positions_PT
+        positions = _positions(positions_PT)
         self._text_model(
             inputs_embeds=embeds_TD[None], position_ids=positions, use_cache=False, step=step
         )
@@ -289,6 +301,11 @@ class Decoder:
             cos, sin = (table[0].contiguous() for table in tables[layer_type])
             kinds.append(LayerKind(cos, sin, step.plan(window)))
         return kinds
+
+
+def _positions(positions_PT: torch.Tensor) -> torch.Tensor:
+    """The positions as transformers' models expect them: `[1, T]`, or `[3, 1, T]` for M-RoPE."""
+    return positions_PT[:, None] if len(positions_PT) > 1 else positions_PT
 
 
 def _layer_kinds(text_model: Any) -> list[KindKey]:

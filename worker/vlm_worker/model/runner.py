@@ -22,8 +22,15 @@ from vlm_kernels import (
     sample_tokens,
     scatter_blocks,
 )
+from vlm_worker.attends import Attends
 from vlm_worker.core.block_kinds import BlockKinds
-from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs, StepOutput
+from vlm_worker.core.step_values import (
+    ImageRows,
+    SampleParams,
+    ScoredRows,
+    StepInputs,
+    StepOutput,
+)
 from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import Observation, StepContext
@@ -39,10 +46,11 @@ from vlm_worker.model.memory import (
     make_kv_cache,
     work_bytes,
 )
+from vlm_worker.model.prompt_scores import score_rows
 from vlm_worker.model.reduce import Rankings, merge, rank
 from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
 from vlm_worker.reduction import Method
-from vlm_worker.types import PLACE_BYTES, Attends, EmbedLayout, KVLayout, PreparedImage, Stage
+from vlm_worker.types import PLACE_BYTES, EmbedLayout, KVLayout, PreparedImage, Stage
 from vlm_worker.wire.buffers import HostRegions
 
 
@@ -133,8 +141,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> StepOutput:
-        """Run one packed step, and sample its R rows."""
+        """Run one packed step, sample its R rows, and score those of prompts."""
         with self.streams.steps():
+            if inputs.scored is not None:
+                return self._scored(inputs, inputs.scored)
             return sample(self._logits(inputs), inputs.sampling)
 
     @torch.inference_mode()
@@ -366,11 +376,33 @@ class ModelRunner:
         positions = torch.tensor(inputs.positions, device=self.device)
         rows = torch.tensor(inputs.sample_rows, device=self.device)
         if self._generic is not None:
-            ids = torch.tensor(inputs.token_ids, device=self.device)
-            step = self._step_context(inputs)
-            images = [(part.dst_start, self._part_rows(part)) for part in inputs.image_rows]
-            return self._generic.logits(ids, images, positions, step, rows)
+            return self._generic_logits(inputs, positions, rows)
         return self._decode(self._embed(inputs), positions, self._step_context(inputs), rows)
+
+    def _generic_logits(
+        self, inputs: StepInputs, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._generic is not None
+        ids = torch.tensor(inputs.token_ids, device=self.device)
+        images = [(part.dst_start, self._part_rows(part)) for part in inputs.image_rows]
+        return self._generic.logits(ids, images, positions, self._step_context(inputs), rows)
+
+    def _scored(self, inputs: StepInputs, scored: ScoredRows) -> StepOutput:
+        """Run a step that scores prompts: it needs the hidden states of more rows than R."""
+        positions = torch.tensor(inputs.positions, device=self.device)
+        if self._generic is not None:
+            every = torch.arange(len(inputs.token_ids), device=self.device)
+            logits = self._generic_logits(inputs, positions, every)
+            output = sample(logits[torch.tensor(inputs.sample_rows)], inputs.sampling)
+            scores = score_rows(logits, lambda rows: rows, scored, vocab_size=self.vocab_size)
+            return dataclasses.replace(output, scores=scores)
+        assert self._decoder is not None, "no language model is loaded"
+        step = self._step_context(inputs)
+        hidden = self._decoder.hidden(self._embed(inputs), positions, step)
+        rows = torch.tensor(inputs.sample_rows, device=self.device)
+        output = sample(self._decoder.head(hidden[rows]), inputs.sampling)
+        scores = score_rows(hidden, self._decoder.head, scored, vocab_size=self.vocab_size)
+        return dataclasses.replace(output, scores=scores)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext

@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families import Family, Geometry
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.probe import (
@@ -38,7 +39,7 @@ from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import make_kv_layout
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.model.vision import Embedding
-from vlm_worker.types import Attends, KVLayout, PreparedImage
+from vlm_worker.types import KVLayout, PreparedImage
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits", "weights", "grammars", "min_tokens")
+    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits", "weights", "grammars", "min_tokens", "prompt_logprobs", "embed_layout")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class HelloReply(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBED_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: str
     stages: _containers.RepeatedScalarFieldContainer[str]
@@ -64,7 +66,21 @@ class HelloReply(_message.Message):
     weights: str
     grammars: bool
     min_tokens: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., weights: _Optional[str] = ..., grammars: _Optional[bool] = ..., min_tokens: _Optional[bool] = ...) -> None: ...
+    prompt_logprobs: bool
+    embed_layout: EmbedLayout
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., weights: _Optional[str] = ..., grammars: _Optional[bool] = ..., min_tokens: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ..., embed_layout: _Optional[_Union[EmbedLayout, _Mapping]] = ...) -> None: ...
+
+class EmbedLayout(_message.Message):
+    __slots__ = ("model_revision", "hidden_size", "num_levels", "dtype")
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    model_revision: str
+    hidden_size: int
+    num_levels: int
+    dtype: str
+    def __init__(self, model_revision: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_levels: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("block_size_tokens", "kv_capacity_tokens", "max_model_len_tokens", "max_requests")
@@ -226,7 +242,7 @@ class EncodeRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[EncodeBegin, _Mapping]] = ..., chunk: _Optional[_Union[EncodeChunk, _Mapping]] = ...) -> None: ...
 
 class EncodeBegin(_message.Message):
-    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority", "pins_session")
+    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority", "pins_session", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +251,7 @@ class EncodeBegin(_message.Message):
     ON_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PINS_SESSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
@@ -243,10 +260,11 @@ class EncodeBegin(_message.Message):
     on_corrupt: str
     priority: int
     pins_session: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ..., pins_session: _Optional[bool] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ..., pins_session: _Optional[bool] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
-    __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction")
+    __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format", "reduction", "grid_thw")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +273,7 @@ class EncodeItem(_message.Message):
     MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     REDUCTION_FIELD_NUMBER: _ClassVar[int]
+    GRID_THW_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     num_bytes: int
     width: int
@@ -263,7 +282,8 @@ class EncodeItem(_message.Message):
     max_pixels: int
     format: str
     reduction: Reduction
-    def __init__(self, transfer_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., num_tokens: _Optional[int] = ..., max_pixels: _Optional[int] = ..., format: _Optional[str] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ...) -> None: ...
+    grid_thw: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, transfer_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., num_tokens: _Optional[int] = ..., max_pixels: _Optional[int] = ..., format: _Optional[str] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ..., grid_thw: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reduction(_message.Message):
     __slots__ = ("method", "keep_permille")
@@ -356,7 +376,7 @@ class ImageItem(_message.Message):
     def __init__(self, image_key: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "num_logprobs", "grammar", "min_tokens")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "num_logprobs", "grammar", "min_tokens", "num_prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -379,6 +399,7 @@ class Sampling(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -394,7 +415,8 @@ class Sampling(_message.Message):
     num_logprobs: int
     grammar: bytes
     min_tokens: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ..., grammar: _Optional[bytes] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    num_prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ..., grammar: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
@@ -406,8 +428,18 @@ class TokenLogprobs(_message.Message):
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_index", "logprobs", "ranks")
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    first_index: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "handoff", "priority", "num_history_tokens")
+    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "handoff", "priority", "num_history_tokens", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +452,7 @@ class PrefillRequest(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     transfer_id: str
@@ -432,10 +465,11 @@ class PrefillRequest(_message.Message):
     handoff: bool
     priority: int
     num_history_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority", "num_history_tokens")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "priority", "num_history_tokens", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +479,7 @@ class PrefetchRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -454,7 +489,8 @@ class PrefetchRequest(_message.Message):
     cache_salt: bytes
     priority: int
     num_history_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
     __slots__ = ("outcome", "num_cached_tokens", "num_computed_tokens")
@@ -467,18 +503,20 @@ class PrefetchReply(_message.Message):
     def __init__(self, outcome: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
-    __slots__ = ("accepted", "first_token", "done", "spans", "clock_us")
+    __slots__ = ("accepted", "first_token", "done", "prompt_logprobs", "spans", "clock_us")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_US_FIELD_NUMBER: _ClassVar[int]
     accepted: PrefillAccepted
     first_token: FirstToken
     done: PrefillDone
+    prompt_logprobs: PromptLogprobs
     spans: _containers.RepeatedCompositeFieldContainer[StageSpan]
     clock_us: int
-    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., clock_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., clock_us: _Optional[int] = ...) -> None: ...
 
 class PrefillAccepted(_message.Message):
     __slots__ = ("transfer_id", "boot_id", "layout_fingerprint", "lease_milliseconds")
@@ -533,7 +571,7 @@ class ReserveReply(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., lease_milliseconds: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id", "priority", "num_history_tokens")
+    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id", "priority", "num_history_tokens", "weighted_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -546,6 +584,7 @@ class DecodeRequest(_message.Message):
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reservation_id: str
@@ -558,7 +597,8 @@ class DecodeRequest(_message.Message):
     boot_id: bytes
     priority: int
     num_history_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ...) -> None: ...
+    weighted_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_history_tokens: _Optional[int] = ..., weighted_seconds: _Optional[float] = ...) -> None: ...
 
 class DecodeReply(_message.Message):
     __slots__ = ("tokens", "finished", "spans", "clock_us")

@@ -220,9 +220,12 @@ class DecodeRole:
 def ended_by_first_token(
     call: DecodeCall, commit: Commit, spans: tuple[StageSpan, ...], timer: CallTimer
 ) -> Reply[DecodeEvent]:
-    """The reply if the first token, which the gateway has from prefill, ended the answer."""
+    """The reply if the first token, which the gateway has from prefill, ended the answer.
+
+    Without a first token, the last delivered one ended it.
+    """
     assert commit.finish_reason is not None
-    num_tokens = call.request.num_delivered_tokens + 1
+    num_tokens = call.request.num_delivered_tokens + (commit.first_token_id is not None)
     return Reply(Finished(commit.finish_reason, num_tokens), spans, timer.now())
 
 

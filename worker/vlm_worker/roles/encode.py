@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
+from vlm_worker.core.fair_order import Rank
 from vlm_worker.engine.events import ItemReady as EngineItemReady
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.roles.attempt_registry import AttemptHandle
@@ -95,8 +96,10 @@ class EncoderRole:
             with context.attempts.renew_while(transfers):
                 yield _decoded(prepared, timer)
                 await context.delay("encoder_queue")
+                seconds = call.weighted_seconds / len(call.items)
+                rank = Rank(call.priority, call.cache_salt, seconds)
                 events = context.engine.encode(
-                    call.key, images, priority=call.priority, pins_session=call.pins_session
+                    call.key, images, rank=rank, pins_session=call.pins_session
                 )
                 async for event in events:
                     index = event.item

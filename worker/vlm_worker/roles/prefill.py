@@ -3,7 +3,7 @@
 submit ─▶ Accepted            decode may be called from now on
   NeedItems ─▶ fetch from the encoder, or take over from this process
   BlocksReady ─▶ these blocks may be fetched, while the rest is computed
-  first token ─▶ commit, FirstToken, Done; the KV stays under its lease
+  first token ─▶ commit, PromptLogprobs if wanted, FirstToken, Done; the KV stays under its lease
 
 The embeddings of a prompt (`EmbeddingFetcher`):
 
@@ -38,6 +38,7 @@ from vlm_worker.types import (
     FinishedEvent,
     FinishReason,
     KVLayout,
+    PromptLogprobs,
     Request,
     ScheduledEvent,
     Source,
@@ -66,6 +67,7 @@ class _Progress:
     token: TokenEvent | None = None
     first_token_at: float = 0.0
     finish: FinishReason | None = None
+    prompt: list[PromptLogprobs] = dataclasses.field(default_factory=list)
 
 
 class PrefillRole:
@@ -105,6 +107,8 @@ class PrefillRole:
                 if not context.attempts.holds(call.transfer_id):
                     # the lease ended during the prefill; a KV that was adopted stays
                     context.run(context.engine.release(key))
+                for part in progress.prompt:
+                    yield Reply(part, (), timer.now())
                 yield Reply(_first_token(call.request, progress), spans, timer.now())
                 yield Reply(PrefillDone(), (), timer.now())
             finally:
@@ -185,6 +189,8 @@ class PrefillRole:
                         progress.scheduled = progress.scheduled or at
                     case BlocksReady(num_blocks):
                         producer.advance(num_blocks)
+                    case PromptLogprobs():
+                        progress.prompt.append(event)
                     case TokenEvent():
                         await self._context.delay("prefill")
                         progress.token = event
@@ -194,13 +200,14 @@ class PrefillRole:
                     case FailedEvent(error):
                         producer.fail(error)
                         raise error
-        if progress.token is None:
-            if progress.finish is None:
-                raise EngineError("the engine ended the prompt without a token")
-            return  # the last delivered token ends the answer: there is no KV to commit
-        num_tokens = len(call.request.token_ids)
-        num_units = self._num_blocks(call.request)
-        producer.finish(Commit(num_units, num_tokens, progress.token.token_id, progress.finish))
+        num_tokens, token = len(call.request.token_ids), progress.token
+        if token is not None:
+            num_units = self._num_blocks(call.request)
+            producer.finish(Commit(num_units, num_tokens, token.token_id, progress.finish))
+        elif progress.finish is not None:  # the last delivered token ends the answer: no KV follows
+            producer.finish(Commit(0, num_tokens, finish_reason=progress.finish))
+        else:
+            raise EngineError("the engine ended the prompt without a token")
 
 
 def _first_token(request: Request, progress: _Progress) -> FirstToken:

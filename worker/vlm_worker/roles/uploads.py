@@ -1,6 +1,7 @@
 """Receives the image files of a call and turns them into patches.
 
 chunks ─▶ complete file ─▶ known, and its embedding is cached? ─▶ no patches needed
+                       ├─▶ the rows of a client's embedding ─▶ its key; nothing is decoded
                        └─▶ else the media pool decodes it, within the call's memory
 """
 
@@ -12,13 +13,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from vlm_worker.core.client_embeddings import embedding_key
 from vlm_worker.errors import InvalidImageError, InvalidRequestError, PeerLostError
-from vlm_worker.media.pool import ImageSpec
+from vlm_worker.media.pool import HASH_INLINE_BYTES, ImageSpec
 from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.request_memory import CallMemory
-from vlm_worker.types import PreparedImage, RequestKey
+from vlm_worker.types import NO_ROWS, EmbedLayout, PreparedImage
 from vlm_worker.wire.buffers import private_memory
-from vlm_worker.wire.messages import EncodeCall
+from vlm_worker.wire.messages import EncodeCall, EncodeItem
 
 Chunk = tuple[int, bytes]
 """Index of the item, and the next bytes of its file."""
@@ -86,7 +88,10 @@ class Uploads:
         memory.check_files(sum(item.num_bytes for item in call.items))
         self._check_embeddings(call)
         specs = [_spec(call, item) for item in range(len(call.items))]
-        need = [self._media.image_bytes(spec) for spec in specs]
+        need = [
+            item.num_bytes if item.grid_thw else self._media.image_bytes(spec)
+            for item, spec in zip(call.items, specs, strict=True)
+        ]
         files: list[_File] = []
         tasks: list[asyncio.Task[Any]] = []
         decoding: list[asyncio.Task[DecodedUpload]] = []
@@ -94,12 +99,12 @@ class Uploads:
 
         def decode_all() -> None:
             for file in files[len(decoding) :]:
-                decoding.append(asyncio.create_task(self._one(file, memory)))
+                decoding.append(asyncio.create_task(self._one(call, file, memory)))
                 tasks.append(decoding[-1])
 
         try:
             async for item, data in self._files(call, chunks, memory):
-                known = asyncio.create_task(self._known(call.key, data, specs[item]))
+                known = asyncio.create_task(self._known(call, item, data, specs[item]))
                 tasks.append(known)
                 files.append(_File(item, data, specs[item], known))
                 del data, known  # `_one` has the last reference, and drops it after decoding
@@ -128,12 +133,14 @@ class Uploads:
         needed = num_tokens * context.embed_layout.row_bytes
         context.memory.check_embeddings(context.engine.stats(), needed)
 
-    async def _one(self, file: _File, memory: CallMemory) -> DecodedUpload:
+    async def _one(self, call: EncodeCall, file: _File, memory: CallMemory) -> DecodedUpload:
         await self._context.delay("media")
         result: PreparedImage | InvalidImageError | None
         try:
             result = await file.known
-            if result is None:
+            if result is None and call.items[file.item].grid_thw:
+                result = await self._given(call, file)
+            elif result is None:
                 result = await self._media.prepare(file.data, file.spec)
         except InvalidImageError as error:
             result = error
@@ -142,14 +149,27 @@ class Uploads:
         memory.forget_file(num_bytes)
         return DecodedUpload(result, done=time.monotonic())
 
+    async def _given(self, call: EncodeCall, file: _File) -> PreparedImage:
+        """The embedding that a client gave; raises InvalidImageError."""
+        layout, given = self._context.embed_layout, call.items[file.item]
+        args = file.data, given, layout, file.item, call.cache_salt
+        if len(file.data) > HASH_INLINE_BYTES:
+            return await asyncio.to_thread(_given_image, *args)
+        return _given_image(*args)
+
     async def _known(
-        self, key: RequestKey, data: memoryview, spec: ImageSpec
+        self, call: EncodeCall, item: int, data: memoryview, spec: ImageSpec
     ) -> PreparedImage | None:
-        """The image without patches, if its embedding is still in the cache."""
+        """The image without patches, if its embedding is still in the cache.
+
+        The engine looks up a client's embedding itself: it needs no decoding.
+        """
+        if call.items[item].grid_thw:
+            return None
         known = await self._media.known_key(data, spec)
         if known is None:
             return None
-        return known if await self._context.engine.pin_cached(key, known) else None
+        return known if await self._context.engine.pin_cached(call.key, known) else None
 
     async def _files(
         self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory
@@ -185,6 +205,23 @@ class Uploads:
             yield item, data
         async for index, _ in chunks:
             raise InvalidRequestError(f"chunk of item {index}, and there are {len(call.items)}")
+
+
+def _given_image(
+    rows: memoryview, given: EncodeItem, layout: EmbedLayout, item: int, salt: bytes
+) -> PreparedImage:
+    """Check rows against the layout and what the request states, and make their key."""
+    t, h, w = given.grid_thw
+    num_bytes = given.num_tokens * layout.row_bytes
+    if given.format != layout.dtype or len(rows) != num_bytes or given.reduction is not None:
+        raise InvalidImageError(
+            f"an embedding of {given.num_tokens} tokens has {num_bytes} bytes of {layout.dtype} "
+            f"here and no reduction, not {len(rows)} of {given.format}",
+            item=item,
+            code="image_mismatch",
+        )
+    key = embedding_key(rows, layout, grid=(t, h, w), salt=salt)
+    return PreparedImage(key, (t, h, w), given.num_tokens, NO_ROWS, salt=salt, rows=rows)
 
 
 def _spec(call: EncodeCall, item: int) -> ImageSpec:

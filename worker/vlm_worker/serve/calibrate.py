@@ -19,7 +19,8 @@ from vlm_worker.core.families import Family
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.parts import ImagePart, TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.prompts import Prompt, PromptBuilder
 from vlm_worker.media.image_header import ImageHeader, read_header

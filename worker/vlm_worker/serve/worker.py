@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.sources import Sources
@@ -42,7 +43,7 @@ from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.options import values_of
 from vlm_worker.transfer import nixl, shared_memory
 from vlm_worker.transfer.transport import ByteStream, Transport
-from vlm_worker.types import Attends, Stage
+from vlm_worker.types import Stage
 from vlm_worker.wire.buffers import Copier
 
 logger = logging.getLogger(__name__)

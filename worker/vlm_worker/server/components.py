@@ -123,6 +123,8 @@ class WorkerComponents:
             ),
             grammars=self.engine.constraints is not None,
             min_tokens=True,
+            prompt_logprobs=True,
+            embed_layout=context.embed_layout,
         )
 
     def load(self, state: WorkerState) -> Load:

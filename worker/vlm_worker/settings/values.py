@@ -313,8 +313,8 @@ class GatewaySettings(ProcessSettings):
     of `service` in `namespace`.
 
     Attributes:
-        api_keys_dir: a mounted Secret with one bearer key per file, whose name is the tenant; None
-            disables authentication.
+        api_keys_dir: a mounted Secret with the bearer keys of a tenant per file, named after it;
+            None disables authentication.
         tls_dir: a mounted Secret of type kubernetes.io/tls; None serves the API without TLS.
         api_server: the cluster's API server, as https://host:port; empty outside of a cluster.
         patience_seconds: if a pool has lost its last pod, a request waits this long for a new one.
@@ -330,7 +330,9 @@ class GatewaySettings(ProcessSettings):
     workers: tuple[str, ...] = option("--worker", ADDRESSES, (), "HOST:PORT, repeatable")
     api_server: str = ""
     config: Path | None = option("--config", PATH, None, "gateway.json, re-read every second")
-    api_keys_dir: Path | None = option("--api-keys-dir", PATH, None, "one bearer key per file")
+    api_keys_dir: Path | None = option(
+        "--api-keys-dir", PATH, None, "a tenant's bearer keys per file"
+    )
     tls_dir: Path | None = option("--tls-dir", PATH, None, "tls.crt and tls.key: serve HTTPS")
     patience_seconds: float = option("--patience-seconds", SECONDS, 20.0, "for a pool without pods")
     max_waiting: int = option("--max-waiting", at_least(0), 512, "requests that wait for capacity")
@@ -366,6 +368,12 @@ class GatewaySettings(ProcessSettings):
         FLAG,
         False,
         "prefetch the next turn of a conversation on the idle pod that computed its prompt",
+    )
+    client_embeddings: bool = option(
+        "--client-embeddings",
+        FLAG,
+        False,
+        "let clients send embeddings (image_embeds) in place of images",
     )
 
 

@@ -132,7 +132,7 @@ class Commit:
     """The end of a transfer.
 
     `first_token_id` is None for embeddings. If `finish_reason` is set, that token ended the answer,
-    and there may be fewer units than requested.
+    or without it the last delivered one; there may be fewer units than requested.
     """
 
     num_units: int

@@ -17,8 +17,10 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.reduction import Reduction
 from vlm_worker.types import (
     STAGES,
+    EmbedLayout,
     FinishReason,
     ImageItem,
+    PromptLogprobs,
     Request,
     RequestKey,
     Role,
@@ -28,6 +30,7 @@ from vlm_worker.types import (
     StageSpan,
     TokenLogprobs,
 )
+from vlm_worker.wire import logprob_messages as _  # noqa: F401  its codecs are used below
 from vlm_worker.wire.codec import Codec
 
 PROTOCOL_VERSION = 1
@@ -77,7 +80,8 @@ class Hello:
     """The identity of a worker.
 
     `layout_fingerprint` is empty without KV. Workers that differ in `weights` exchange KV; answers
-    match neither's own (`docs/decisions/0016`). If true, it obeys `grammars`, `min_tokens`.
+    match neither's own (`docs/decisions/0016`). If true, it obeys `grammars` and so on. With an
+    `embed_layout`, an encoder takes embeddings of clients.
     """
 
     role: Role
@@ -95,6 +99,8 @@ class Hello:
     protocol_version: int = PROTOCOL_VERSION
     grammars: bool = False
     min_tokens: bool = False
+    prompt_logprobs: bool = False
+    embed_layout: EmbedLayout | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,6 +166,7 @@ def _check_reduction(reduction: Reduction) -> None:
 Codec(StageSpan, pb.StageSpan)
 Codec(Reduction, pb.Reduction, check=_check_reduction)
 Codec(Limits, pb.Limits)
+Codec(EmbedLayout, pb.EmbedLayout)
 HELLO: Final = Codec(Hello, pb.HelloReply, before=_refuse_incompatible)
 LOAD: Final = Codec(Load, pb.LoadReply)
 CANCEL: Final = Codec(RequestKey, pb.CancelRequest)
@@ -215,7 +222,8 @@ FETCH_CALL: Final = Codec(FetchCall, pb.FetchRequest)
 class EncodeItem:
     """One image to encode, from its header; `max_pixels` 0 selects the model's limit.
 
-    `num_tokens` is after the `reduction`.
+    `num_tokens` is after the `reduction`. With a `grid_thw`, the bytes are the rows of a client's
+    embedding, and `format` is their dtype.
     """
 
     transfer_id: Id
@@ -226,6 +234,7 @@ class EncodeItem:
     max_pixels: Annotated[int, Between(0, an.MAX_PIXELS)]
     format: Label
     reduction: Reduction | None = None
+    grid_thw: Annotated[tuple[int, ...], an.grid(may_lack=True)] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,6 +248,7 @@ class EncodeCall:
     skip_corrupt: Annotated[bool, an.Choice("on_corrupt", true="Skip", false="Reject")] = False
     priority: Priority = 0
     pins_session: bool = False
+    weighted_seconds: Annotated[float, Between(0.0, an.MAX_WEIGHTED_SECONDS)] = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -351,30 +361,9 @@ def check_items(call: Any) -> None:  # Prefill, Prefetch or Decode
             raise InvalidRequestError("items must be in order and must not overlap")
 
 
-def _decode_logprobs(message: pb.TokenLogprobs, path: str) -> TokenLogprobs:
-    ids, values = message.top_token_ids, message.top_logprobs
-    if len(ids) != len(values) or len(ids) > an.MAX_LOGPROBS:
-        raise InvalidRequestError(
-            f"{path}top_logprobs must be those of up to {an.MAX_LOGPROBS} top_token_ids"
-        )
-    # The logarithm of a probability: not NaN, and at most 0 apart from rounding.
-    if not all(value <= 1.0 for value in (message.logprob, *values)):
-        raise InvalidRequestError(f"{path}logprob must be the logarithm of a probability")
-    return TokenLogprobs(message.logprob, tuple(zip(ids, values, strict=True)))
-
-
-def _encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(
-        logprob=logprobs.logprob,
-        top_token_ids=[token_id for token_id, _ in logprobs.top],
-        top_logprobs=[logprob for _, logprob in logprobs.top],
-    )
-
-
 Codec(Source, pb.Source)
 Codec(SamplingParams, pb.Sampling)
 Codec(ImageItem, pb.ImageItem, elsewhere=("source",))
-LOGPROBS: Final = Codec.by_hand(TokenLogprobs, decode=_decode_logprobs, encode=_encode_logprobs)
 
 
 # ---- prefill ------------------------------------------------------------------------------------
@@ -421,7 +410,7 @@ class PrefillDone:
     """The last message of a prefill."""
 
 
-PrefillEvent = Accepted | FirstToken | PrefillDone
+PrefillEvent = Accepted | PromptLogprobs | FirstToken | PrefillDone
 
 Codec(Accepted, pb.PrefillAccepted)
 Codec(FirstToken, pb.FirstToken)
@@ -430,7 +419,12 @@ PREFILL_CALL: Final = Codec(PrefillCall, pb.PrefillRequest, check=check_items)
 PREFILL_REPLY: Final[Codec[Reply[PrefillEvent]]] = Codec(
     Reply,
     pb.PrefillReply,
-    events={"accepted": Accepted, "first_token": FirstToken, "done": PrefillDone},
+    events={
+        "accepted": Accepted,
+        "first_token": FirstToken,
+        "done": PrefillDone,
+        "prompt_logprobs": PromptLogprobs,
+    },
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worker.gateway.responding.templates import HERMES
+from worker.gateway.responding.written import WRITERS, loaded
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import ChatRequest, parse_chat
@@ -17,6 +18,7 @@ from vlm_worker.gateway.chat_template import ChatTemplate
 from vlm_worker.gateway.conversation import Conversation
 from vlm_worker.gateway.responding.builtin import choose
 from vlm_worker.gateway.responding.enforceable import GrammarError
+from vlm_worker.gateway.responding.enforced import calls_of, enforced
 from vlm_worker.gateway.responding.message import AnswerForm, schemas
 from vlm_worker.gateway.responding.tool_grammar import grammar_of
 from vlm_worker.gateway.turns import at_once
@@ -80,6 +82,11 @@ def test_tools_are_refused_by_name_or_rendered_and_parsed(
         return
     with contextlib.suppress(GrammarError):
         grammar_of(use, RESPONSES, control_ids={}, in_reasoning=False)
+    for form in WRITERS:  # what is forced without 'strict' is no reason for an error
+        answers = AnswerForm(loaded(form), {}, "", None, frozenset())
+        calls = calls_of(use, answers, {})
+        if not any(tool.strict for tool in use.offered):
+            enforced(use, None, answers, {}, kept=calls.keys())
     listed = schemas((tool.name, tool.parameters) for tool in use.offered)
     reader = AnswerForm(RESPONSES, listed, "", None, frozenset()).reader("r", 0)
     call = json.dumps({"name": use.offered[0].name, "arguments": {"a": answer}})

@@ -72,21 +72,35 @@ def call_of(choice: Any) -> tuple[str, dict[str, Any]]:
     return call.function.name, json.loads(call.function.arguments)
 
 
-async def test_a_required_call_keeps_the_schema_of_its_tool(served: Stack) -> None:
-    schemas = {"paint": PAINT, "other": COUNT}
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+async def test_a_required_call_keeps_the_schema_of_its_tool(served: Stack, strict: bool) -> None:
+    schemas, tools = {"paint": PAINT, "other": COUNT}, offered(strict=strict)
     async with client(served) as api:
-        whole = await api.chat.completions.create(**body(n=4))
-        named = await api.chat.completions.create(**body(tool_choice=NAMED, n=2))
-        chunks = [one async for one in await api.chat.completions.create(**body(stream=True))]
+        whole = await api.chat.completions.create(**body(n=4, tools=tools))
+        named = await api.chat.completions.create(**body(tool_choice=NAMED, n=2, tools=tools))
+        stream = await api.chat.completions.create(**body(stream=True, tools=tools))
+        chunks = [one async for one in stream]
     for choice in whole.choices:
         name, given = call_of(choice)
         jsonschema.validate(given, schemas[name])
         assert not choice.message.content
-    assert {call_of(choice)[0] for choice in named.choices} == {"paint"}
+    for choice in named.choices:
+        name, given = call_of(choice)
+        assert name == "paint"
+        jsonschema.validate(given, PAINT)
     content, _, calls, reason = accumulated(chunks)
     assert (content, reason) == ("", "tool_calls")
     first = whole.choices[0].message.tool_calls[0].function
     assert [(one["name"], one["arguments"]) for one in calls] == [(first.name, first.arguments)]
+
+
+async def test_a_tool_that_is_not_strict_is_called_whatever_its_schema(served: Stack) -> None:
+    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": bad}}]
+    async with client(served) as api:
+        reply = await api.chat.completions.create(**body(tool_choice=NAMED, tools=tools))
+    (call,) = reply.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments[:1]) == ("paint", "{")
 
 
 async def test_with_a_format_an_answer_is_a_call_or_a_text_of_the_format(served: Stack) -> None:

@@ -16,7 +16,8 @@ from worker.gateway.responding.written import CALLS, parsed
 from worker.gateway.stack import MODEL
 
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import Message, TextPart
+from vlm_worker.gateway.api.parts import TextPart
+from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.api.tools import Tool, ToolCall
 from vlm_worker.gateway.chat_template import ChatTemplate, examine
 from vlm_worker.gateway.conversation import Conversation, TemplateFacts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -36,11 +37,11 @@ CLOSERS = ['"', '<|"|>', "}", "]", "\n</parameter>\n", "</arg_value>", "</functi
            "</tool_call>", "<tool_call|>", "1", "a", "x"]  # fmt: skip
 
 
-def answer_of(checked: Checked, seed: int) -> str | None:
+def answer_of(text: str, all_control: Sequence[str], seed: int) -> str | None:
     """A random answer that the grammar accepts; None if the walk does not end."""
     draw = random.Random(seed)
-    matcher = LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(checked.text))
-    assert not matcher.is_error(), (matcher.get_error(), checked.text)
+    matcher = LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(text))
+    assert not matcher.is_error(), (matcher.get_error(), text)
     written: list[int] = []
 
     def write(ids: list[int]) -> bool:
@@ -52,7 +53,7 @@ def answer_of(checked: Checked, seed: int) -> str | None:
         if matcher.is_accepting():
             return b"".join(Bytes.tokens[one] for one in written).decode(errors="replace")
         tried = CLOSERS if turn > 60 or draw.random() < 0.3 else SNIPPETS
-        control = checked.control if draw.random() < 0.8 else []
+        control = all_control if draw.random() < 0.8 else []
         if write(ids_of(draw.choice(tried), control)):
             continue
         allowed = [
@@ -75,7 +76,7 @@ def check(form: str, schema: dict[str, Any], seed: int, *, with_control: bool = 
     if refused:  # bounds without a value
         assert "%json" in checked.text, messages
         return False
-    text = answer_of(checked, seed)
+    text = answer_of(checked.text, checked.control, seed)
     if text is not None:
         content, _, calls = parsed(form, [text], tools={"f": schema})
         assert (content, [name for name, _ in calls]) == ("", ["f"]), (text, checked.text)

@@ -173,6 +173,16 @@ def test_reasoning_may_precede_calls(form: str) -> None:
     assert not begun.accepts(text)
 
 
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4"])
+def test_no_text_of_a_tool_without_a_schema_ends_its_call(form: str) -> None:
+    grammar = Checked(form, tools=[CallTool("f", None)])
+    for text in ("</tool_call>", "</function>\n</tool_call>", "</parameter>", "</arg_value>"):
+        answer = WRITERS[form]([("f", {"x": f"a{text}b"})])
+        content, _, calls = parsed(form, [answer], tools={"f": None})
+        if content or len(calls) != 1 or json.loads(calls[0][1]) != {"x": f"a{text}b"}:
+            assert not grammar.accepts(answer), text
+
+
 @FORMS
 @pytest.mark.parametrize("with_control", [False, True], ids=["text", "control tokens"])
 def test_a_tool_without_a_schema_takes_any_object(form: str, with_control: bool) -> None:
@@ -186,19 +196,25 @@ F, G = Tool("f", parameters=WEATHER, strict=True), Tool("g", parameters=WEATHER)
 
 
 @pytest.mark.parametrize(
-    ("use", "calls"),
+    ("use", "kept", "calls"),
     [
-        (ToolUse((G,)), None),
-        (ToolUse((F,), choice="none"), None),
-        (ToolUse((G, F), choice="required"), ["f", "g", "gg", "g!"]),
-        (ToolUse((G, F), choice="required", parallel=False), ["f", "g", "g!"]),
-        (ToolUse((G, F), choice="required", named="g"), ["g", "g!"]),
-        (ToolUse((G, F)), ["", "f", "g", "gg", "g!"]),
+        (ToolUse((G,)), "", None),
+        (ToolUse((F,), choice="none"), "", None),
+        (ToolUse((G, F), choice="required"), "", ["f", "g", "gg", "g!"]),
+        (ToolUse((G, F), choice="required"), "g", ["f", "g", "gg"]),
+        (ToolUse((G, F), choice="required", parallel=False), "", ["f", "g", "g!"]),
+        (ToolUse((G, F), choice="required", named="g"), "", ["g", "g!"]),
+        (ToolUse((G, F), choice="required", named="g"), "g", ["g"]),
+        (ToolUse((G, F)), "", ["", "f", "g", "gg", "g!"]),
     ],
 )
-def test_what_a_request_asks_for_is_enforced(use: ToolUse, calls: list[str] | None) -> None:
-    """`!` is a call that its schema forbids."""
-    text = grammar_of(use, builtin("hermes"), control_ids={}, in_reasoning=False)
+def test_what_a_request_asks_for_is_enforced(
+    use: ToolUse, kept: str, calls: list[str] | None
+) -> None:
+    """`kept` names tools that are not strict. `!` is a call that its schema forbids."""
+    text = grammar_of(
+        use, builtin("hermes"), control_ids={}, in_reasoning=False, kept=frozenset(kept)
+    )
     assert (text is None) == (calls is None)
     if text is None or calls is None:
         return
@@ -258,6 +274,24 @@ def test_a_format_begins_behind_the_reasoning(in_reasoning: bool) -> None:
     begun = "" if in_reasoning else "<think>"
     assert accepts(begun + 'It is {"c": 1}.\n</think>\n\n{"c": "red"}')
     assert not accepts(begun + "It is red.</think>red")
+
+
+@FORMS
+def test_rules_that_are_too_large_are_refused_while_they_are_written(form: str) -> None:
+    schema = {"properties": {f"property_{n}": {"type": "integer"} for n in range(3_500)}}
+    tools = [CallTool(f"f{number}", schema, f"tools[{number}]") for number in range(9)]
+    with pytest.raises(GrammarError, match="its rules have more than") as refused:
+        tool_grammar(builtin(form), tools, mode="required", parallel=True, control_ids={})
+    assert refused.value.where[0] != "tools[8]", "others were not written"
+
+
+@pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])
+def test_values_of_an_enum_count_by_characters(form: str) -> None:
+    """Escapes would make six of each."""
+    schema = {"properties": {"a": {"enum": ["日" * 50_000]}}, "additionalProperties": False}
+    tools = [CallTool("f", schema)]
+    text = tool_grammar(builtin(form), tools, mode="required", parallel=True, control_ids={})
+    assert "日" * 50_000 in text
 
 
 @pytest.mark.parametrize("form", ["qwen3_xml", "glm4", "gemma4"])

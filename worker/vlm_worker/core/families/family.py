@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.image_geometry import Geometry, Grid, Processor
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.reduction import WINDOW, Reduction, num_kept
-from vlm_worker.types import Attends, ImageItem
+from vlm_worker.types import ImageItem
 from vlm_worker.weights import Part
 
 LOW_DETAIL_PIXELS = 512 * 512

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import FixedProcessor
 from vlm_worker.core.model_files import ConfigFields
-from vlm_worker.types import Attends
 
 HALF = (0.5, 0.5, 0.5)
 

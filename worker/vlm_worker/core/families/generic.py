@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families.family import (
     ControlToken,
     Family,
@@ -28,7 +29,6 @@ from vlm_worker.core.image_geometry import (
     TilesProcessor,
 )
 from vlm_worker.core.model_files import ConfigFields
-from vlm_worker.types import Attends
 
 HALF = (0.5, 0.5, 0.5)
 _BACKENDS = ("", "Fast", "Pil")

@@ -7,10 +7,10 @@ Only models with CLIP's tower and Llama's language model are supported, as in LL
 
 from __future__ import annotations
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import FixedProcessor
 from vlm_worker.core.model_files import ConfigFields
-from vlm_worker.types import Attends
 
 
 def _parse(spec: FamilySpec, files: Files) -> Family:

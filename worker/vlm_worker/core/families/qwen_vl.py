@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ConfigFields
-from vlm_worker.types import Attends
 
 
 def _parse(spec: FamilySpec, files: Files) -> Family:

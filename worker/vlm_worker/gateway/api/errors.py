@@ -129,6 +129,13 @@ def overloaded(message: str, *, retry_after_seconds: float) -> ApiError:
     return ApiError(429, message, code="overloaded", retry_after_seconds=retry_after_seconds)
 
 
+def rate_limited(message: str, *, retry_after_seconds: float) -> ApiError:
+    """429: a limit of the tenant is reached; other tenants are served."""
+    return ApiError(
+        429, message, code="rate_limit_exceeded", retry_after_seconds=retry_after_seconds
+    )
+
+
 def internal(request_id: str) -> ApiError:
     """500: an internal error; the log has the details under the request's id."""
     return ApiError(

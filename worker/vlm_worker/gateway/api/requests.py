@@ -1,4 +1,4 @@
-"""Validates the bodies of `/v1/chat/completions` and `/v1/completions`.
+"""Validates the bodies of `/v1/chat/completions`, and what `/v1/completions` shares with them.
 
 Pure: it decodes and fetches no image and counts no tokens, so an invalid request is cheap.
 """
@@ -16,10 +16,9 @@ from vlm_worker.annotations import (
     MAX_PRIORITY,
     MAX_TOKEN_ID,
 )
-from vlm_worker.core.families import Detail
 from vlm_worker.gateway.api import schema
-from vlm_worker.gateway.api.completion_prompts import GivenPrompt, parse_prompts
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.api.parts import ImagePart, TextPart, parse_part
 from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, check_text, refuse
 from vlm_worker.gateway.api.tools import MAX_ID, CallsParser, ToolCall, ToolUse, parse_tools
 from vlm_worker.gateway.grammar import Grammar, of_response_format
@@ -29,28 +28,10 @@ from vlm_worker.types import PARAMETERS
 # Limit on the parts of one message, and of all together; a string is one part.
 MAX_PARTS = 1024
 MAX_NAME = 64
-MAX_URL = 64 * 2**20  # the body's own limit is smaller
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Visual = Literal["off", "low", "medium", "high", "auto"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextPart:
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ImagePart:
-    """An image in a message; `path` is its name in errors.
-
-    If the data URL is long, `url` is its placeholder in `JsonBody.images`.
-    """
-
-    url: str
-    detail: Detail
-    path: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,40 +130,9 @@ def _content(
         )
     parts = []
     for index, item in enumerate(value):
-        parts.append(_part(f"{path}[{index}]", item, role))
+        parts.append(parse_part(f"{path}[{index}]", item, role))
         yield
     return tuple(parts)
-
-
-def _part(path: str, value: Any, role: ChatRole) -> TextPart | ImagePart:
-    fields = Fields(path, value)
-    kind = fields.required_text("type", max_length=64)
-    if kind == "text":
-        part = TextPart(fields.required_text("text", max_length=MAX_TEXT, min_length=0))
-        fields.done()
-        return part
-    if kind != "image_url":
-        raise _unknown_part(path, kind)
-    if role != "user":
-        raise invalid(
-            f"'{path}' is an image in a {role} message; images go into user messages.", param=path
-        )
-    # Ignored: cache keys depend on the content only, never on a client's name for an image.
-    fields.text("uuid", max_length=128)
-    image = fields.child("image_url")
-    if image is None:
-        raise fields.missing("image_url")
-    url = image.required_text("url", max_length=MAX_URL)
-    detail = image.choice("detail", ("auto", "low", "high", "original")) or "auto"
-    image.done()
-    fields.done()
-    return ImagePart(url, cast(Detail, detail), f"{path}.image_url")
-
-
-def _unknown_part(path: str, kind: str) -> ApiError:
-    if kind in ("input_audio", "file", "refusal", "video_url", "image_embeds"):
-        return unsupported(f"{path}.type", f"'{path}.type' is '{kind}', which is not built.")
-    return invalid(f"'{path}.type' must be 'text' or 'image_url'.", param=f"{path}.type")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,14 +141,16 @@ class SamplingOptions:
 
     `given` has those of `PARAMETERS` that the client sets, by name. `logit_bias` has (token id,
     bias) pairs in the order of their ids. `num_logprobs` is the number of most likely tokens to
-    return with the chosen one; None returns no log-probabilities. Requests of a larger `priority`
-    run first. `stop_token_ids` end the answer and have no text in it. `grammar` is what the answer
-    must be, not checked yet; None if it may be anything.
+    return with the chosen one; None returns no log-probabilities. `num_prompt_logprobs` is that of
+    the prompt's tokens. Requests of a larger `priority` run first. `stop_token_ids` end the answer
+    and have no text in it. `grammar` is what the answer must be, not checked yet; None if it may be
+    anything.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     priority: int = 0
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
@@ -339,15 +291,6 @@ class ChatRequest:
         return tuple(part for m in self.messages for part in m.parts if isinstance(part, ImagePart))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A completion. With `echo`, each answer begins with the text of its prompt."""
-
-    options: Options
-    prompts: tuple[GivenPrompt, ...]
-    echo: bool = False
-
-
 def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     """Check a chat request. Raises ApiError that names the invalid part."""
     fields = Fields("", body)
@@ -356,11 +299,11 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     messages = fields.array("messages", min_length=1, max_length=MAX_MESSAGES)
     if messages is None:
         raise fields.missing("messages")
-    max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
+    max_tokens, param = take_max_tokens(fields, ("max_completion_tokens", "max_tokens"))
     grammar = of_response_format(fields.take("response_format"))
     sampling = parse_sampling(fields, chat_logprobs(fields), grammar)
-    options = _options(fields, max_tokens, param, sampling)
-    visual = _visual(fields)
+    options = take_options(fields, max_tokens, param, sampling)
+    visual = take_visual(fields)
     tools = yield from parse_tools(fields)
     effort = cast(Effort | None, fields.choice("reasoning_effort", get_args(Effort)))
     is_session = bool(fields.text("prompt_cache_key", max_length=MAX_SESSION_KEY))
@@ -369,32 +312,7 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     return ChatRequest(options, parsed, visual, tools, effort, is_session)
 
 
-def parse_completion(body: dict[str, Any]) -> CompletionRequest:
-    """Check a completion request. Raises ApiError that names the invalid part."""
-    fields = Fields("", body)
-    refuse(fields, schema.COMPLETION)
-    refuse(fields, schema.EXTRA)
-    prompts = parse_prompts(fields)
-    max_tokens, param = _max_tokens(fields, ("max_tokens",))
-    num_logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
-    echo = fields.boolean("echo") or False
-    if echo and num_logprobs is not None:
-        raise unsupported(
-            "echo",
-            "'echo' and 'logprobs' exclude each other: log-probabilities of the prompt's tokens "
-            "are not built. Send one of them.",
-        )
-    sampling = parse_sampling(fields, num_logprobs)
-    best_of = fields.integer("best_of", minimum=1, maximum=MAX_CHOICES)
-    options = _options(fields, 16 if max_tokens is None else max_tokens, param, sampling)
-    if best_of not in (None, options.num_choices):
-        raise unsupported("best_of", "'best_of' must equal 'n': every choice is returned.")
-    _visual(fields)
-    fields.done()
-    return CompletionRequest(options, prompts, echo)
-
-
-def _visual(fields: Fields) -> Visual | None:
+def take_visual(fields: Fields) -> Visual | None:
     return cast(Visual | None, fields.choice("visual", get_args(Visual)))
 
 
@@ -413,9 +331,10 @@ def _messages(values: Sequence[Any]) -> Steps[tuple[Message, ...]]:
     return tuple(parsed)
 
 
-def _options(
+def take_options(
     fields: Fields, max_tokens: int | None, max_tokens_param: str, sampling: SamplingOptions
 ) -> Options:
+    """Take the parameters that both endpoints have."""
     stream = fields.boolean("stream") or False
     return Options(
         model=fields.required_text("model", max_length=256),
@@ -430,11 +349,14 @@ def _options(
     )
 
 
-def _max_tokens(fields: Fields, names: Sequence[str]) -> tuple[int | None, str]:
+def take_max_tokens(
+    fields: Fields, names: Sequence[str], *, minimum: int = 1
+) -> tuple[int | None, str]:
+    """Take the limit of the answer by its names; also return the name that has it."""
     given = {
         name: value
         for name in names
-        if (value := fields.integer(name, minimum=1, maximum=MAX_TOKENS)) is not None
+        if (value := fields.integer(name, minimum=minimum, maximum=MAX_TOKENS)) is not None
     }
     if len(set(given.values())) > 1:
         raise invalid(

@@ -275,11 +275,17 @@ COMPLETION: Final = (
     _supported(
         "prompt", "required: a string, token ids, or an array of up to 16 of these; see below"
     ),
-    _supported("max_tokens", "1 to the context, with `echo` too; default: 16, as with OpenAI"),
+    _supported("max_tokens", "1 to the context, or 0 with `echo`; default: 16, as with OpenAI"),
     *_SHARED,
-    _supported("logprobs", "0 to 20 likeliest tokens beside each of the answer's; see below"),
+    _supported(
+        "logprobs",
+        "0 to 20 likeliest tokens beside each of the answer's, with `echo` the prompt's; see below",
+    ),
     _supported("best_of", "the same as `n`: every choice is returned"),
-    _supported("echo", "true: each text begins with that of its prompt; not with `logprobs`"),
+    _supported(
+        "echo",
+        "true: each text begins with that of its prompt, with its `logprobs` if you ask for them",
+    ),
     _refused("suffix", "the model completes, it does not fill in"),
 )
 
@@ -301,7 +307,7 @@ EXTRA: Final = (
         "up to 64 token ids: the answer ends before the first of them, with `stop`",
     ),
     _refused("bad_words", "send a `logit_bias` of -100"),
-    _refused("prompt_logprobs", "`logprobs` are of the answer"),
+    _refused("prompt_logprobs", "of `/v1/completions` alone, which takes 0 to 20; see there"),
     _refused("guided_json", "send `response_format` of type `json_schema` to chat completions"),
     _refused("guided_regex", "send a `pattern` in the schema of `response_format`"),
     _refused("guided_choice", "send an `enum` in the schema of `response_format`"),

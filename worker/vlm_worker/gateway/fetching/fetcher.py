@@ -24,7 +24,7 @@ import certifi
 import yarl
 
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.parts import ImagePart
 from vlm_worker.gateway.fair_slots import FairSlots
 from vlm_worker.gateway.fetching.resolver import RESOLVE_SECONDS, TENANT, ThreadResolver
 from vlm_worker.gateway.fetching.urls import (

@@ -34,7 +34,14 @@ from vlm_worker.gateway.orchestrate.prepared_request import (
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import PodsInUse, Registry
 from vlm_worker.route import Choice, Route, another_decode
-from vlm_worker.types import FinishReason, Request, RequestKey, Role, Source
+from vlm_worker.types import (
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    RequestKey,
+    Role,
+    Source,
+)
 from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
@@ -80,6 +87,7 @@ class Attempt:
         self._on_admitted = on_admitted
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._renewal: asyncio.TimerHandle | None = None
         self.pods = PodsInUse(self._key, registry)
         self._encoding: Encoding | None = None
         self._reservation: Reservation | None = None
@@ -106,6 +114,8 @@ class Attempt:
                 self._record_answer()
                 return reason
             finally:
+                if self._renewal is not None:
+                    self._renewal.cancel()
                 for task in self._tasks:
                     task.cancel()
                 if not self._clean:
@@ -113,7 +123,9 @@ class Attempt:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self) -> None:
-        self._start(self._renew())
+        # most attempts are accepted before the first renewal, and need no task for it
+        loop, seconds = asyncio.get_running_loop(), self._registry.timers.renew
+        self._renewal = loop.call_later(seconds, lambda: self._start(self._renew()))
         self._trace.gateway_waits()
         if self._route.reserve:
             await self._reserve()
@@ -190,10 +202,13 @@ class Attempt:
                         match reply.event:
                             case Accepted() as accepted:
                                 self._hand_over(request, accepted)
+                            case PromptLogprobs() as part:
+                                self._delivered.take_scores(part)
                             case FirstToken() as first:
-                                if not first_token and self._is_whole(request):
-                                    marks = self._prepared.digests.marks
-                                    self.pods.record_prefix(choice.pod, marks)
+                                # else the last delivered token ends the answer: nothing ran
+                                is_new = first.index >= request.num_delivered_tokens
+                                if is_new and not first_token:
+                                    self._record_prompt(request, first)
                                 first_token = True
                                 await self._take_first(first)
                 except PeerLostError:
@@ -203,9 +218,14 @@ class Attempt:
             if not first_token:
                 raise PeerLostError("prefill ended its stream without a token")
 
-    def _is_whole(self, request: Request) -> bool:
-        """Whether no image was left out: the digests are those of the whole prompt."""
-        return len(request.items) == len(self._prepared.images)
+    def _record_prompt(self, request: Request, first: FirstToken) -> None:
+        """Record that the prefill pod holds the prompt, and what it had of the first attempt's."""
+        if len(request.items) == len(self._prepared.images):  # else the digests are of another
+            self.pods.record_prefix(self._route.prefill.pod, self._prepared.digests.marks)
+        if first.index == 0:
+            if self._prepared.sampling.num_prompt_logprobs is not None:
+                self._delivered.end_scores()
+            self._delivered.num_cached_tokens = first.num_cached_tokens
 
     def _record_answer(self) -> None:
         """Record that the decode pod holds prompt and answer: the next turn begins with them."""
@@ -223,8 +243,6 @@ class Attempt:
 
     async def _take_first(self, first: FirstToken) -> None:
         self._trace.gateway_works()
-        if first.index == 0:
-            self._delivered.num_cached_tokens = first.num_cached_tokens
         await self._delivered.deliver(first.index, (first.token_id,), (first.logprobs,))
         if self._delivered.complete:
             self._end(FinishReason.STOP)
@@ -281,7 +299,6 @@ class Attempt:
     async def _renew(self) -> None:
         """Renew the leases until the consumers do, once they have queued the request."""
         while not self._accepted:
-            await asyncio.sleep(self._registry.timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
                 client = self.pods.client(self._decode_choice.pod)
@@ -294,6 +311,7 @@ class Attempt:
                 # Prefill reports lost embeddings itself.
                 with contextlib.suppress(WorkerError):
                     await self.pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
+            await asyncio.sleep(self._registry.timers.renew)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -393,6 +411,7 @@ class Encoding:
                     max_pixels=image.max_pixels,
                     format=image.format,
                     reduction=image.reduction,
+                    grid_thw=image.grid_thw or (),
                 )
                 for transfer_id, image in zip(self.transfer_ids, self._prepared.images, strict=True)
             ),
@@ -401,6 +420,7 @@ class Encoding:
             pins_session=self._prepared.pins_session,
             skip_corrupt=self._prepared.skip_corrupt,
             priority=self._prepared.priority,
+            weighted_seconds=self._prepared.weighted_seconds,
         )
 
     def _take(self, decoded: Decoded) -> int:
@@ -408,9 +428,11 @@ class Encoding:
         if len(decoded.items) != len(self._prepared.images):
             raise EngineError("the encoder answered for another number of images")
         errors = [(i, one.error) for i, one in enumerate(decoded.items) if one.error is not None]
-        if errors and not self._prepared.skip_corrupt:
-            item, error = errors[0]
-            raise InvalidImageError(error.message, item=item, code=error.code)
+        for item, error in errors:
+            # The gateway has checked an embedding, so a client takes it for a part of the prompt.
+            is_given = self._prepared.images[item].grid_thw is not None
+            if is_given or not self._prepared.skip_corrupt:
+                raise InvalidImageError(error.message, item=item, code=error.code)
         self.decoded.set_result(decoded.items)
         return len(decoded.items) - len(errors)
 

@@ -39,6 +39,7 @@ from vlm_worker.gateway.orchestrate.prepared_request import DeliveredTokens, Emi
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.orchestrate.wake import wait_for_pods, waits, wakes
 from vlm_worker.gateway.pod_registry import Registry
+from vlm_worker.gateway.waiters import Place
 from vlm_worker.route import NoRoute, Route, choose
 from vlm_worker.types import FinishReason, Request, Role, Stage
 
@@ -78,6 +79,11 @@ class Generation:
         self.route: Route | None = None  # of the last attempt
         self.request: Request | None = None  # of the attempt that succeeded
         self.delivered = DeliveredTokens(emit)
+
+    @property
+    def shows_no_answer(self) -> bool:
+        """Whether its tokens are not shown: the client wants the prompt alone."""
+        return self._prepared.echo.no_answer
 
     async def run(self) -> FinishReason:
         """Generate until the answer is complete.
@@ -323,19 +329,22 @@ class Routing:
         route = choose()
         if wakes(route, self.prepared, self.registry):
             route = await wait_for_pods(self, choose)
-        while waits(route):
-            assert isinstance(route, NoRoute)
-            remaining = self._wait_until(route.stage) - self.trace.clock()
-            if remaining <= 0:
-                break
-            timeout = min(remaining, self.registry.timers.heartbeat)
-            with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
-                await self.registry.waiters.wait_until(
-                    lambda: not waits(choose()), timeout=timeout, group=self.lack(route.stage)
-                )
-            route = choose()
-            if isinstance(route, NoRoute):
-                await self.heartbeat()
+        with self.place() as place:
+            while waits(route):
+                assert isinstance(route, NoRoute)
+                remaining = self._wait_until(route.stage) - self.trace.clock()
+                if remaining <= 0:
+                    break
+                timeout = min(remaining, self.registry.timers.heartbeat)
+                with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
+                    await place.wait_until(
+                        lambda: not waits(choose()),
+                        timeout=timeout,
+                        group=self.lack(route.stage),
+                    )
+                route = choose()
+                if isinstance(route, NoRoute):
+                    await self.heartbeat()
         if isinstance(route, Route):
             return route
         if route.capacity_tokens is not None:
@@ -344,12 +353,19 @@ class Routing:
             raise NoEncoderError(route.reason, held_seconds=self.prepared.max_hold_seconds)
         raise NoRouteError(route.stage, route.reason)
 
+    def place(self) -> contextlib.AbstractContextManager[Place]:
+        """Return a place among the requests that wait, which lasts over heartbeats."""
+        prepared = self.prepared
+        return self.registry.waiters.place(tenant=prepared.tenant, seconds=prepared.work_seconds)
+
     def lack(self, stage: Stage) -> tuple[object, ...]:
         """Return the group of the request: new pods help all requests of a group or none."""
         prepared = self.prepared
         sampling = prepared.sampling
         needs = bool(prepared.images), sampling.max_tokens > 1, bool(sampling.grammar)
-        return (stage, prepared.inline, *needs, bool(sampling.min_tokens))
+        is_scored = sampling.num_prompt_logprobs is not None
+        abilities = bool(sampling.min_tokens), is_scored, prepared.embed_layout
+        return (stage, prepared.inline, *needs, *abilities)
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether only an encoder pod can help."""

@@ -7,12 +7,22 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from vlm_worker.errors import CorruptTransferError
+from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.pod_caches import PodCaches, RequestDigests
 from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.gateway.responding.message import AnswerForm
 from vlm_worker.route import Demand
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, TokenLogprobs
+from vlm_worker.types import (
+    EmbedLayout,
+    ImageItem,
+    PromptLogprobs,
+    Request,
+    RequestKey,
+    SamplingParams,
+    TokenLogprobs,
+)
 from vlm_worker.wire.messages import DecodedItem
 
 Emit = Callable[[int, TokenLogprobs | None], Awaitable[bool]]
@@ -37,7 +47,10 @@ class PreparedRequest:
         answer_form: how its answers are read; None: they are content alone.
         next_turn: returns the beginning of the next turn's prompt, by the answer's message as the
             client has it. It may take milliseconds. None if nothing is prefetched.
-        echo: what its answers begin with: the prompt's text, or nothing.
+        echo: what its answers have of the prompt.
+        tenant, work_seconds: whose turn it needs where requests wait for a pod, and the estimate of
+            its work; "" and 0 if requests wait in order of arrival.
+        weighted_seconds: the work by the tenant's weight, for its turn in the queues of pods.
         pins_session: the images are of a conversation: encoders evict them after others.
     """
 
@@ -57,7 +70,15 @@ class PreparedRequest:
     answer_form: AnswerForm | None = None
     next_turn: Callable[[Mapping[str, Any]], Prompt | None] | None = None
     pins_session: bool = False
-    echo: str = ""
+    echo: Echo = NO_ECHO
+    tenant: str = ""
+    work_seconds: float = 0.0
+    weighted_seconds: float = 0.0
+
+    @property
+    def embed_layout(self) -> EmbedLayout | None:
+        """The layout of its embeddings in place of images, which is one; None without any."""
+        return next((image.layout for image in self.images if image.layout is not None), None)
 
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
@@ -76,6 +97,8 @@ class PreparedRequest:
             needs_decode=self.sampling.max_tokens - num_delivered > 1,
             constrained=bool(self.sampling.grammar),
             has_minimum=self.sampling.min_tokens > num_delivered,
+            is_scored=self.sampling.num_prompt_logprobs is not None and not num_delivered,
+            embed_layout=self.embed_layout,
             inline=self.inline,
             num_image_tokens=sum(dict(images).values()),
             cached_images=caches.images(images),
@@ -88,7 +111,8 @@ class DeliveredTokens:
 
     `emit` gets each token, with its log-probabilities if requested. It returns False when the
     client needs no more (a stop string). `prompt` is the computed prompt: corrupt images may be
-    left out.
+    left out. `scored` has its log-probabilities, all of one attempt, before the first token; None
+    if they are not wanted.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -98,6 +122,8 @@ class DeliveredTokens:
         self._grown = asyncio.Event()
         self.token_ids: list[int] = []
         self.prompt: Prompt | None = None
+        self.scored: ScoredPrompt | None = None
+        self._parts: list[PromptLogprobs] = []
         self.num_cached_tokens = 0
         self.complete = False
 
@@ -119,9 +145,38 @@ class DeliveredTokens:
                 self.complete = not await self._emit(token_id, its_logprobs)
             self._grown.set()
 
+    def take_scores(self, part: PromptLogprobs) -> None:
+        """Add log-probabilities of the prompt. Those of an answer that began are known."""
+        if not self.token_ids:
+            self._parts.append(part)
+
+    def end_scores(self) -> None:
+        """End the log-probabilities of the prompt, before the first token of its answer.
+
+        Raises:
+            CorruptTransferError: they are not those of all tokens, in order.
+        """
+        assert self.prompt is not None
+        token_ids, parts = self.prompt.token_ids, self._parts
+        expected = 1
+        for part in parts:
+            if part.first_index != expected:
+                break
+            expected += len(part.logprobs)
+        else:
+            if expected == len(token_ids):
+                logprobs = tuple(one for part in parts for one in part.logprobs)
+                ranks = tuple(rank for part in parts for rank in part.ranks)
+                self.scored = ScoredPrompt(tuple(token_ids), logprobs, ranks)
+                return
+        raise CorruptTransferError(
+            f"prefill sent log-probabilities up to token {expected} of {len(token_ids)} of a prompt"
+        )
+
     def forget_early(self) -> None:
-        """Drop tokens that a lost attempt sent too early."""
+        """Drop tokens and log-probabilities of the prompt that a lost attempt sent too early."""
         self._early.clear()
+        self._parts.clear()
 
     async def wait_for(self, num_tokens: int) -> None:
         """Wait until `num_tokens` are delivered, or the answer is complete."""
@@ -143,12 +198,15 @@ def build_request(
     """
     dropped = frozenset(i for i, item in enumerate(items) if item.error is not None)
     prompt = delivered.prompt = prepared.prompt_without(dropped)
+    sampling = prepared.sampling
+    if delivered.token_ids:  # the log-probabilities of the prompt came before them
+        sampling = dataclasses.replace(sampling, num_prompt_logprobs=None)
     kept = [i for i in range(len(items)) if i not in dropped]
     request = Request(
         key=key,
         token_ids=(*prompt.token_ids, *delivered.token_ids),
         num_prompt_tokens=len(prompt.token_ids),
-        sampling=prepared.sampling,
+        sampling=sampling,
         items=tuple(
             ImageItem(
                 items[i].image_key,
@@ -161,6 +219,7 @@ def build_request(
         ),
         cache_salt=prepared.cache_salt,
         priority=prepared.priority,
+        weighted_seconds=prepared.weighted_seconds,
         num_history_tokens=prompt.num_history_tokens,
     )
     return request, kept

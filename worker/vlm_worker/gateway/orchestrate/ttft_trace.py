@@ -46,6 +46,7 @@ class Trace:
         self._spans: list[StageSpan] = []
         self._calls: list[Call] = []
         self._gateway_since: float | None = received
+        self._attributed: tuple[tuple[int, int], dict[str, float]] | None = None
 
     def call(self, *, outbound: str | None = None) -> Call:
         """Start a call to a worker; `outbound` is the stage of its way there."""
@@ -120,8 +121,13 @@ class Trace:
     def stages(self) -> dict[str, float]:
         """Return the seconds of each stage; they add up to the TTFT. Call after the first byte."""
         assert self.first_byte is not None
-        spans = [*self._spans, *(span for call in self._calls for span in call.spans)]
-        return attribute(spans, received=self.received, first_byte=self.first_byte)
+        # a request asks several times, and in between nothing may have been measured
+        version = len(self._spans), sum(len(call.reports) for call in self._calls)
+        if self._attributed is None or self._attributed[0] != version:
+            spans = [*self._spans, *(span for call in self._calls for span in call.spans)]
+            owned = attribute(spans, received=self.received, first_byte=self.first_byte)
+            self._attributed = version, owned
+        return dict(self._attributed[1])
 
     @property
     def ttft(self) -> float:
@@ -232,6 +238,8 @@ def attribute(
 
 
 def _clip(span: StageSpan, start: float, end: float) -> StageSpan:
+    if start <= span.start <= span.end <= end:
+        return span
     low, high = max(span.start, start), min(span.end, end)
     return StageSpan(span.stage, low, max(low, high), span.item)
 
@@ -245,10 +253,11 @@ def _without_waits(spans: Sequence[StageSpan]) -> list[StageSpan]:
     pieces = Counter((span.stage, span.item) for span in spans)
     trimmed = []
     for span in spans:
-        start = span.start
-        if pieces[span.stage, span.item] == 1:
-            start = max([start, *(s.end for s in spans if _waits(span, s))])
-        trimmed.append(StageSpan(span.stage, start, span.end, span.item))
+        if span.stage in _WAITS_FOR and pieces[span.stage, span.item] == 1:
+            start = max([span.start, *(s.end for s in spans if _waits(span, s))])
+            trimmed.append(StageSpan(span.stage, start, span.end, span.item))
+        else:
+            trimmed.append(span)
     return trimmed
 
 

@@ -7,12 +7,14 @@ no pod for a stage ─▶ counted in `/stats` ─▶ the operator starts all poo
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from vlm_worker.errors import WorkerError
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.pod_registry import Registry
+from vlm_worker.gateway.waiters import Place
 from vlm_worker.route import NoRoute, Route, missing_stages
 from vlm_worker.types import Stage
 
@@ -38,6 +40,7 @@ class Waiting(Protocol):
     def registry(self) -> Registry: ...
     @property
     def heartbeat(self) -> Callable[[], Awaitable[None]]: ...
+    def place(self) -> AbstractContextManager[Place]: ...
     def lack(self, stage: Stage) -> tuple[Hashable, ...]: ...
 
 
@@ -67,14 +70,14 @@ async def wait_for_pods(request: Waiting, choose: Callable[[], Route | NoRoute])
     """
     limit, trace, registry = request.prepared.wake_timeout_seconds, request.trace, request.registry
     until = trace.clock() + limit
-    with registry.waits_for_wake(), trace.waking():
+    with registry.waits_for_wake(), trace.waking(), request.place() as place:
         route = choose()
         while waits(route):
             assert isinstance(route, NoRoute)
             remaining = until - trace.clock()
             if remaining <= 0:
                 raise NotAwakeError(route.reason, waited_seconds=limit)
-            await registry.waiters.wait_until(
+            await place.wait_until(
                 lambda: not waits(choose()),
                 timeout=min(remaining, registry.timers.heartbeat),
                 group=("wake", *request.lack(route.stage)),

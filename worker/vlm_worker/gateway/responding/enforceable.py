@@ -207,7 +207,7 @@ class _Reader:
             self._only(schema, path, {"type", "enum", "const"})
             self._depth = 1
             literals = _literals(schema, kinds, path)
-            self._count(len(json.dumps(literals.values)) // 16)
+            self._count(len(json.dumps(literals.values, ensure_ascii=False)) // 16)
             return literals
         known = {"type"}.union(*(ENFORCED[kind] for kind in kinds))
         self._only(schema, path, known)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, Literal
 
+from vlm_worker.annotations import MAX_GRAMMAR_BYTES
 from vlm_worker.gateway.api.tools import ToolUse
 from vlm_worker.gateway.closed_schema import closed
 from vlm_worker.gateway.responding.calls import properties_of
@@ -87,6 +88,22 @@ def tool_grammar(
     )
 
 
+def call_grammar(
+    template: ResponseTemplate, tool: CallTool, *, control_ids: Mapping[str, int]
+) -> str:
+    """Return the grammar of one call of a tool that may also take any arguments.
+
+    Raises:
+        GrammarError: the format cannot enforce the schema, or would leave all arguments out.
+    """
+    region = template.region(Kind.CALLS)
+    if region is not None and isinstance(region.calls, TagCalls) and tool.schema is not None:
+        root = read(tool.schema)
+        if not root.members and root.others is not None:
+            raise GrammarError("names no properties")
+    return tool_grammar(template, [tool], mode="required", parallel=False, control_ids=control_ids)
+
+
 def content_grammar(
     template: ResponseTemplate,
     content: Mapping[str, Any],
@@ -104,12 +121,14 @@ def grammar_of(
     *,
     control_ids: Mapping[str, int],
     in_reasoning: bool,
+    kept: Set[str] = frozenset(),
     content: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Return the grammar that a request's tools ask for; None if nothing is enforced.
 
     It is with `required`, a named function, a strict tool, or `content`, the JSON schema of an
-    answer without calls. The schema of a tool that is not strict is then a hint for the model only.
+    answer without calls. `kept` names the tools that are not strict whose schemas are enforced;
+    those of others are hints for the model.
 
     Raises:
         GrammarError: as `tool_grammar`.
@@ -117,15 +136,7 @@ def grammar_of(
     must = use.choice == "required"
     if not must and content is None and not any(tool.strict for tool in use.offered):
         return None
-    tools = [
-        CallTool(
-            tool.name,
-            (tool.parameters or _EMPTY) if tool.strict else None,
-            f"tools[{index}].function.parameters",
-        )
-        for index, tool in enumerate(use.offered)
-        if use.named in (None, tool.name)
-    ]
+    tools = [call_tool(use, index, kept) for index in callable_tools(use)]
     return tool_grammar(
         template,
         tools,
@@ -135,6 +146,25 @@ def grammar_of(
         in_reasoning=in_reasoning,
         content=None if must else content,
     )
+
+
+def callable_tools(use: ToolUse) -> list[int]:
+    """Return the places in `tools` of those that an answer may call."""
+    return [i for i, tool in enumerate(use.offered) if use.named in (None, tool.name)]
+
+
+def call_tool(use: ToolUse, index: int, kept: Set[str]) -> CallTool:
+    """Return what a call of a tool must be."""
+    tool = use.tools[index]
+    schema = tool.parameters if tool.name in kept else None
+    if tool.strict:
+        schema = tool.parameters or _EMPTY
+    return CallTool(tool.name, schema, parameters_path(index))
+
+
+def parameters_path(index: int) -> str:
+    """Return the path of a tool's schema in the request."""
+    return f"tools[{index}].function.parameters"
 
 
 _EMPTY: Final = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -152,6 +182,7 @@ class _Writer:
         self._control_ids = control_ids
         self._control = re.compile("|".join(map(re.escape, control_ids)) or r"(?!)")
         self._rules: list[str] = []
+        self._num_counted = self._num_bytes = 0  # rules, and their bytes
         self._dialect: DialectRules | None = None
         if isinstance(self._form, JsonCalls) and self._form.delimiters:
             self._dialect = DialectRules(self._form, self._text, self._rules)
@@ -178,6 +209,7 @@ class _Writer:
             for index, tool in enumerate(tools):
                 with located(tool.path):
                     self._rules.append(f"c{index}: {self._call(tool, f'c{index}', trigger)}")
+                    self._check_size()
             self._rules.append("call: " + " | ".join(f"c{index}" for index in range(len(tools))))
             calls = "call call*" if parallel else "call"
             if trigger is not None:
@@ -252,6 +284,7 @@ class _Writer:
         for index, tool in enumerate(tools):
             with located(tool.path):
                 self._rules.append(f"c{index}: {self._json(form, tool, f'c{index}')}")
+                self._check_size()
         self._rules.append("item: " + " | ".join(f"c{index}" for index in range(len(tools))))
         more = ' ("," S item)*' if parallel else ""
         begin = " ".join(self._anchor(self._begin, None, trigger))
@@ -281,7 +314,8 @@ class _Writer:
         last = literal_runs(form.end.nodes)[-1]
         if schema is None:
             begin = " ".join(self._anchor(form.begin.nodes, None, None))
-            self._rules += [self._until(f"{rule}-v", last), f"{rule}-t: S {begin} {rule}-v"]
+            self._rules.append(self._until(f"{rule}-v", last, rules.text()))
+            self._rules.append(f"{rule}-t: S {begin} {rule}-v")
             return [f"{rule}-t*"]
         parts = []
         read_as = properties_of(schema)
@@ -298,7 +332,15 @@ class _Writer:
                 end = " ".join(self._anchor(form.end.nodes, None, None))
                 self._rules.append(f"{name}: S {begin} {value} {end}")
             parts.append(name if member.is_required else f"{name}?")
+            self._check_size()
         return parts
+
+    def _check_size(self) -> None:
+        """Raise GrammarError if the rules are too large already, before more are written."""
+        self._num_bytes += sum(len(rule.encode()) for rule in self._rules[self._num_counted :])
+        self._num_counted = len(self._rules)
+        if self._num_bytes > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"its rules have more than {MAX_GRAMMAR_BYTES} bytes")
 
     def _anchor(
         self, nodes: Sequence[Node], tool: CallTool | None, skip: str | None, *, key: str = ""
