@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
-from worker.identity.engines import hold_law, make_runner
+import torch
+from worker.identity.engines import hold_law, make_runner, running
 from worker.identity.families import NUM_TOKENS, Case, longest, make_case
 from worker.identity.law import Law
+from worker.identity.reference import _images, load_reference
+from worker.identity.stepper import Stepper
 from worker.identity.test_families import (
     ALL,
     BLOCK_SIZE,
@@ -19,6 +23,7 @@ from worker.identity.test_families import (
     logit_difference,
     stages,
 )
+from worker.identity.test_prompt_logprobs import check, scores
 from worker.unlisted_checkpoints import UNLISTED, make_unlisted, unlist
 
 from vlm_worker.attends import Attends
@@ -85,6 +90,46 @@ def test_logits_under_the_reference_tokens_differ_by_rounding_alone(case: Case, 
     worst = logit_difference(case, chunk=chunk)
     print(f"{case.model_dir.name}: max |delta logit| {worst:.1e}")
     assert worst <= MAX_LOGIT_DIFFERENCE
+
+
+async def test_log_probabilities_of_prompts_are_those_of_transformers(case: Case) -> None:
+    question = next(question for question, _ in case.pairs if not question.items)
+    if MASKS.get(case.model_dir.name) is Attends.PREFIX:
+        pytest.skip("the prompt sees what it predicts")
+    runner = make_runner(case.model_dir, *ALL, block_size=BLOCK_SIZE)
+    async with running(runner, max_num_batched_tokens=7) as engine:
+        check(question, await scores(engine, question, "scored"), case.model_dir)
+
+
+@torch.inference_mode()
+def test_a_placeholder_that_the_model_answers_is_text(case: Case) -> None:
+    """Beside a chunk with an image: both share a step."""
+    question, image = next(pair for pair in case.pairs if pair[0].items)
+    placeholder = case.family.image_token_id
+    forced = (placeholder, 20, placeholder, 21)
+    model = load_reference(case.model_dir)
+    sequence = (*question.token_ids, *forced)
+    inputs = _images(model.config, question)
+    ids = torch.tensor([question.token_ids])
+    model.model.rope_deltas = None
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **inputs)
+    want = [output.logits[0, -1]]
+    axes = (3,) if case.family.num_position_rows == 3 else ()
+    _, delta = case.family.positions(question.token_ids, question.items)
+    first = 1 if case.model_dir.name.startswith("paligemma") else 0  # its own are one more
+    for at in range(len(question.token_ids), len(sequence) - 1):
+        mask = torch.ones(1, at + 1, dtype=torch.long)
+        output = model(
+            input_ids=torch.tensor([sequence[at : at + 1]]), attention_mask=mask,
+            past_key_values=output.past_key_values, use_cache=True,
+            position_ids=torch.full((*axes, 1, 1), at + delta + first),
+        )  # fmt: skip
+        want.append(output.logits[0, -1])
+    stepper = Stepper(make_runner(case.model_dir, block_size=BLOCK_SIZE, kv_memory_bytes=1 << 24))
+    both = [stepper.start(question, (), max_tokens=NUM_TOKENS) for _ in range(2)]
+    both[1].token_ids = [*both[1].token_ids]
+    got = stepper.forced_logits(both, [forced, image.token_ids[:4]], chunk=4096)
+    assert np.abs(got[0] - torch.stack(want).numpy()).max() <= MAX_LOGIT_DIFFERENCE
 
 
 def test_the_start_finds_the_mask_and_the_layout_has_it(case: Case) -> None:
