@@ -30,12 +30,16 @@ HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def make_unlisted(directory: Path, name: str, *, seed: int = 0) -> Path:
-    """Write a model of an unlisted family into a new directory."""
+def make_unlisted(
+    directory: Path, name: str, *, seed: int = 0, vocab_size: int = VOCAB_SIZE, **ids: int
+) -> Path:
+    """Write a model of an unlisted family into a new directory; `ids` are of special tokens."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     directory.mkdir(parents=True)
     model_type, fields, processor = {**UNLISTED, **LANGUAGE_MODELS}[name]()
+    fields |= ids
+    fields["text_config"] = fields["text_config"] | {"vocab_size": vocab_size}
     config = CONFIG_MAPPING[model_type](**fields, tie_word_embeddings=False)
     config.dtype = "float32"
     model = _randomised(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval(), seed)

@@ -20,7 +20,7 @@ from vlm_worker.core.image_geometry import Grid
 from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
 from vlm_worker.types import ImageItem
 
-NUM_ANSWER = 4
+NUM_ANSWER = 2
 """Tokens behind a prompt, computed as those of an answer."""
 _SIDES = ((2, 3), (2, 2))
 
