@@ -40,7 +40,7 @@ from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
 from vlm_worker.model.generic import GenericModel, children_of, model_class_of
 from vlm_worker.model.gpu.layers import use_gpu_kernels
 from vlm_worker.model.layers import DecoderLayer, gated_mlp, mlp_of, norm_of
-from vlm_worker.model.linear import Packing
+from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
 from vlm_worker.model.rounding import pack
 from vlm_worker.model.vision_blocks import VisionBlock, join_vision_blocks, use_patch_projection
@@ -162,8 +162,10 @@ def load_model(
         use_gpu_kernels(model)
     weights_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
     packing = Packing()
+    report = functools.partial(progress, "packing weights")
+    if not spec.is_listed and packed_weights and can_pack(chosen, target):
+        packing = pack_linears(model, progress=report)
     if spec.is_listed:
-        report = functools.partial(progress, "packing weights")
         packing = pack(
             model, spec, report, packed_weights=packed_weights, weights=weights, scales=scales
         )
