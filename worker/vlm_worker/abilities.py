@@ -97,8 +97,10 @@ def _obeys(pod: Able, request: Asking) -> bool:
     )
 
 
-def reason_of(request: Asking, plain: str) -> str:
-    """Why there is no pod: what the request asks, or `plain`."""
+def reason_of(request: Asking, stage: Stage, plain: str) -> str:
+    """Why there is no pod for a stage: what the request asks of it, or `plain`."""
+    if stage is Stage.ENCODER:
+        return NO_EMBEDDINGS if request.embed_layout is not None else plain
     if request.constrained:
         return UNCONSTRAINED
     if request.has_minimum:

@@ -31,13 +31,13 @@ MAX_LABEL = 64
 MAX_TEXT = 1024
 
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 1024
-"""Tokens of a prompt whose log-probabilities are in one message, of at most 4 MiB."""
+MAX_PROMPT_LOGPROBS = 128
+"""Tokens of a prompt whose log-probabilities are in one message, which an event loop decodes."""
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_STOP_TOKENS = 256
-MAX_WEIGHTED_SECONDS = 1e9
+MAX_WEIGHTED_SECONDS = 1e6
 MAX_TEMPERATURE = 100.0
 MAX_GRAMMAR_BYTES = 256 << 10
 

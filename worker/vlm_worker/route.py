@@ -194,6 +194,8 @@ def choose(
     """
     usable = _Usable(_able(candidates, demand), failed)
     route = _among_pools(usable, demand)
+    if isinstance(route, NoRoute):
+        route = dataclasses.replace(route, reason=_told(route, candidates, usable, demand))
     lender = _lender(usable, demand)
     if lender is None:
         return route
@@ -240,6 +242,13 @@ def _able(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, .
     if not abilities.asks(demand):
         return ready
     return tuple(dataclasses.replace(c, stages=abilities.able_stages(c, demand)) for c in ready)
+
+
+def _told(none: NoRoute, candidates: Sequence[Candidate], usable: _Usable, demand: Demand) -> str:
+    """The reason of a missing stage, or that all pods of it would ignore a part of the request."""
+    has_pods = any(c.ready and c.serves(none.stage) for c in candidates)
+    is_ignored = has_pods and not any(c.serves(none.stage) for c in usable.pods)
+    return abilities.reason_of(demand, none.stage, none.reason) if is_ignored else none.reason
 
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
@@ -367,8 +376,7 @@ def _rest_of_route(usable: _Usable, demand: Demand, decode: Choice | None) -> Ro
 def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.DECODE)
     if not pods:
-        reason = abilities.reason_of(demand, "no decode pod is ready")
-        return NoRoute(Stage.DECODE, reason)
+        return NoRoute(Stage.DECODE, "no decode pod is ready")
     large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
     if not large:
         largest = max(c.kv_capacity_tokens for c in pods)
@@ -403,8 +411,7 @@ def _prefills_where_it_decodes(usable: _Usable) -> bool:
 def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice | NoRoute:
     pods, last_resort = usable.pool(Stage.PREFILL)
     if not pods:
-        plain = "no prefill pod is ready that agrees with the decode pod"
-        return NoRoute(Stage.PREFILL, abilities.UNSCORED if demand.is_scored else plain)
+        return NoRoute(Stage.PREFILL, "no prefill pod is ready that agrees with the decode pod")
     if pods[0].role is not Role.PREFILL and decode and Stage.PREFILL in decode.pod.stages:
         return dataclasses.replace(decode, reason="no prefill pool: where it decodes")
     return _at_home(pods, _cached_prefix(demand), last_resort)
@@ -419,8 +426,7 @@ def _encoder(usable: _Usable, demand: Demand, prefill: Choice) -> Choice | NoRou
     )
     pods, last_resort = dataclasses.replace(usable, pods=agreeing).pool(Stage.ENCODER)
     if not pods:
-        plain = "no pod that encodes images is ready"
-        return NoRoute(Stage.ENCODER, abilities.NO_EMBEDDINGS if demand.embed_layout else plain)
+        return NoRoute(Stage.ENCODER, "no pod that encodes images is ready")
     if pods[0].role is not Role.ENCODER and Stage.ENCODER in prefill.pod.stages:
         return Choice(prefill.pod, "no encoder pool: where it prefills", prefill.last_resort)
     images = _Cached(demand.image_digest, "images", demand.cached_images, demand.num_image_tokens)

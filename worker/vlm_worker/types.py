@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+from array import array
 from typing import Annotated, Final
 
 from vlm_worker import annotations as an
@@ -324,7 +325,6 @@ PLACE_BYTES = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 KIVI_GROUP = 32
 """Tokens of a block in 4 bits (KIVI, arXiv 2402.02750)."""
-
 SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}  # after the elements of a row of KV
 
 
@@ -386,16 +386,18 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt's tokens from index `first_index` on, one per token.
+    """Log-probabilities of a prompt's tokens from `first_index` on; its first token has none.
 
-    They are of the model's own distribution: biases and penalties are of the answer. `ranks` has
-    the rank of each token among all; 1 if no other is likelier. The first token of a prompt has
-    none, so `first_index` is at least 1.
+    They are of the model's own distribution. `ranks` are 1 if no token is likelier. `top_ids` and
+    `top_logprobs` have the `num_top` likeliest of each token, the best first. float32 and uint32.
     """
 
-    first_index: Annotated[int, Between(1, an.MAX_TOKENS)]
-    logprobs: Annotated[tuple[TokenLogprobs, ...], an.count(1, an.MAX_PROMPT_LOGPROBS)]
-    ranks: tuple[int, ...]
+    first_index: int
+    logprobs: array[float]
+    ranks: array[int]
+    num_top: int
+    top_ids: array[int]
+    top_logprobs: array[float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -436,8 +438,6 @@ class ScheduledEvent:
 EngineEvent = (
     BlocksReady | PromptLogprobs | TokenEvent | FinishedEvent | FailedEvent | ScheduledEvent
 )
-
-
 NO_ROWS: Final = memoryview(b"")
 
 

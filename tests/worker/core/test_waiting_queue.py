@@ -7,6 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_worker.core.fair_order import FIRST_COME, FairOrder, Rank
 from vlm_worker.core.waiting_queue import LazyHeap, WaitingQueue
 
 AGEING = 3.0
@@ -17,7 +18,8 @@ class Item:
     priority: int
     arrival: int
     arrived_at: float
-    virtual_start: float = 0.0
+    rank: Rank = FIRST_COME
+    virtual_start: float = -1.0
 
 
 moves = st.lists(
@@ -35,35 +37,47 @@ moves = st.lists(
 
 @given(moves)
 def test_it_orders_as_a_sorted_list(done: list[tuple[str, int]]) -> None:
-    queue: WaitingQueue[Item] = WaitingQueue(ageing_seconds=AGEING)
+    order = FairOrder()
+    queue: WaitingQueue[Item] = WaitingQueue(order, ageing_seconds=AGEING)
     waiting: list[Item] = []
     removed: list[Item] = []
     now = 0.0
     for number, (move, value) in enumerate(done):
         if move == "push":
-            waiting.append(Item(value, number, now, float(value * number % 3)))
+            rank = Rank(value, b"%d" % (number % 3), 1.0 + number % 2)
+            waiting.append(Item(value, number, now, rank, -1.0 if number % 5 else 0.5))
+            order.arrived(rank.flow)
             queue.push(waiting[-1])
         elif move == "wait":
             now += value
         elif move == "return" and removed:
             waiting.append(removed.pop(value % len(removed)))
+            order.arrived(waiting[-1].rank.flow)
             queue.push(waiting[-1])
         elif move == "discard" and waiting:
             removed.append(waiting.pop(value % len(waiting)))
+            order.left(removed[-1].rank.flow)
             assert queue.discard(removed[-1])
             assert not queue.discard(removed[-1])
         elif move == "take" and waiting:
             item = queue.next(now=now)
             assert item is not None
             assert queue.discard(item)
+            order.admitted(item.rank)
             waiting.remove(item)
             removed.append(item)
         oldest = min(waiting, key=lambda item: item.arrival, default=None)
-        turn = min(waiting, key=lambda item: (item.virtual_start, item.arrival), default=None)
+        oldest_of = {item.rank.flow: item for item in sorted(waiting, key=lambda i: -i.arrival)}
+        first_of = {
+            item.rank.flow: item for item in sorted(waiting, key=lambda i: (i.priority, -i.arrival))
+        }
+        starts = {
+            item: item.virtual_start if item.virtual_start >= 0 else order.start(item.rank.flow)
+            for item in waiting
+        }
+        turn = min(oldest_of.values(), key=lambda i: (starts[i], i.arrival), default=None)
         first = min(
-            waiting,
-            key=lambda item: (-item.priority, item.virtual_start, item.arrival),
-            default=None,
+            first_of.values(), key=lambda i: (-i.priority, starts[i], i.arrival), default=None
         )
         aged = turn if turn is not None and now - turn.arrived_at >= AGEING else None
         assert len(queue) == len(waiting)

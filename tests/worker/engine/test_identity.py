@@ -178,7 +178,7 @@ class Line:
                 case PromptLogprobs(first_index, logprobs):
                     known = self.scored.setdefault(request.key, [])
                     assert first_index == len(known) + 1
-                    known += [one.logprob for one in logprobs]
+                    known += logprobs
                 case TokenEvent(index, token_id, logprobs=logprobs):
                     if request.sampling.num_prompt_logprobs is not None:
                         alone = prompt_alone(request, positions=folded_positions)

@@ -145,10 +145,10 @@ def test_a_large_call_takes_one_image_of_each_request() -> None:
 def test_a_flood_of_images_does_not_go_before_an_image_of_another_tenant() -> None:
     engine = ByHand(max_encode_tokens=NUM_TOKENS)
     for number in range(10):
-        engine.encode(str(number), [prepared_image(number)], flow=b"flood", weighted_seconds=1.0)
+        engine.encode(str(number), [prepared_image(number)], tenant=b"flood", weighted_seconds=1.0)
     engine.turn()
     engine.now += 2 * engine.state.sequences.settings.admission.ageing_seconds
-    engine.encode("late", [prepared_image(20)], flow=b"other", weighted_seconds=1.0)
+    engine.encode("late", [prepared_image(20)], tenant=b"other", weighted_seconds=1.0)
     engine.turn()
     engine.turn()
     assert {name for name in engine.told if engine.told[name]} == {"0", "1", "late"}

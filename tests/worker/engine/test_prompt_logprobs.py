@@ -10,19 +10,21 @@ import pytest
 from worker.answers import answer_alone, prompt_alone
 from worker.engine.talk import about_image, error, events, text, tokens
 
-from vlm_worker.annotations import MAX_PROMPT_LOGPROBS
+from vlm_worker.annotations import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import EngineError, InvalidRequestError
 from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import PromptLogprobs, Request, TokenEvent
 
 NUM_TOP = 2
+MOST_VALUES = 4096
+"""Log-probabilities that an event loop encodes or decodes at once: about a millisecond."""
 
 
 def values_of(told: list[Any]) -> list[tuple[int, float, int]]:
     """Index, log-probability and rank of each token, in the order in which they came."""
     return [
-        (part.first_index + number, one.logprob, rank)
+        (part.first_index + number, one, rank)
         for part in told
         if isinstance(part, PromptLogprobs)
         for number, (one, rank) in enumerate(zip(part.logprobs, part.ranks, strict=True))
@@ -51,9 +53,10 @@ async def test_any_chunking_gives_the_same_values_before_the_first_token(
     last = max(at for at, kind in enumerate(kinds) if kind is PromptLogprobs)
     assert last < kinds.index(TokenEvent)
     assert tokens(told) == answer_alone(request)[: 1 if for_peer else None]
-    tops = [one.top for part in told if isinstance(part, PromptLogprobs) for one in part.logprobs]
-    assert [len(top) for top in tops] == [NUM_TOP] * 29
-    assert [top[0][0] for top in tops] == list(request.token_ids[1:])
+    parts = [part for part in told if isinstance(part, PromptLogprobs)]
+    assert {part.num_top for part in parts} == {NUM_TOP}
+    best = [token_id for part in parts for token_id in part.top_ids[::NUM_TOP]]
+    assert best == list(request.token_ids[1:])
     await engine.release(request.key)
 
 
@@ -87,7 +90,7 @@ async def test_together_equals_alone(start: Any) -> None:
         assert values_of(answer) == ([] if wanted is None else expected(request))
         assert tokens(answer) == answer_alone(request)
         parts = [one for one in answer if isinstance(one, PromptLogprobs)]
-        assert {len(one.top) for part in parts for one in part.logprobs} <= {wanted}
+        assert {one.num_top for one in parts} <= {wanted}
 
 
 async def test_preempted_sequences_give_each_value_once(start: Any) -> None:
@@ -157,4 +160,5 @@ async def test_a_message_has_a_bounded_number_of_values(start: Any) -> None:
     told = await events(engine.submit_prefill(request, for_peer=False))
     parts = [len(one.logprobs) for one in told if isinstance(one, PromptLogprobs)]
     assert parts == [MAX_PROMPT_LOGPROBS, 39]
+    assert MAX_PROMPT_LOGPROBS * (MAX_LOGPROBS + 1) <= MOST_VALUES
     assert values_of(told) == expected(request)

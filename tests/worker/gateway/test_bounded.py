@@ -15,8 +15,9 @@ import pytest
 from worker.gateway.image_files import ask, png
 from worker.gateway.stack import COLOCATED, gateway_settings, serving, stack
 
+from vlm_worker.gateway.echo import LISTED_BYTES, RANKED_BYTES
 from vlm_worker.gateway.gateway_server import MAX_HEADERS, MAX_PIPELINED, Gateway
-from vlm_worker.gateway.memory import CONNECTION_BYTES, COPIES, Kind
+from vlm_worker.gateway.memory import CONNECTION_BYTES, COPIES, Bound, Kind
 
 MIB = 2**20
 CHAT = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -144,6 +145,36 @@ async def test_a_running_request_holds_its_images_and_not_its_body() -> None:
             assert used(served.gateway, Kind.BODY) == 0
             assert used(served.gateway, Kind.PROMPT) == len(image) + len("what is this")
         await until(lambda: used(served.gateway, Kind.PROMPT) == 0, "it comes back")
+
+
+async def test_a_running_request_holds_the_log_probabilities_that_it_shows() -> None:
+    """Before its workers compute them, and for each choice."""
+    body = {"model": "shapes", "prompt": ["two", "a red circle"], "echo": True, "n": 2,
+            "temperature": 1, "logprobs": 20, "prompt_logprobs": 3, "max_tokens": 2}  # fmt: skip
+    async with stack(*COLOCATED) as served, httpx.AsyncClient(timeout=60) as client:
+        (worker,) = served.workers
+        worker.runner.faults.step_seconds = 0.2
+        prompts = [served.gateway.context.prompt_builder.completion(one) for one in body["prompt"]]
+        num_tokens = sum(len(prompt.token_ids) + 1 for prompt in prompts)
+        num_bytes = 2 * num_tokens * (21 * LISTED_BYTES + 4 * RANKED_BYTES)
+        asking = asyncio.create_task(client.post(f"{served.url}/v1/completions", json=body))
+        await until(lambda: used(served.gateway, Kind.PROMPT) > 0, "it runs")
+        texts = sum(map(len, body["prompt"]))
+        assert used(served.gateway, Kind.PROMPT) == num_bytes + texts
+        assert (await asking).status_code == 200
+        await until(lambda: used(served.gateway, Kind.PROMPT) == 0, "it comes back")
+
+
+async def test_log_probabilities_that_do_not_fit_are_refused_before_a_worker_is_called() -> None:
+    body = {"model": "shapes", "prompt": "a red circle " * 40, "echo": True, "max_tokens": 0}
+    async with stack(*COLOCATED, memory_bytes=128 * 1024) as served:
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            fits = await client.post("/v1/completions", json={**body, "logprobs": 1})
+            refused = await client.post("/v1/completions", json={**body, "logprobs": 20})
+        assert (fits.status_code, refused.status_code) == (200, 429)
+        assert refused.headers["retry-after"]
+        assert served.gateway.context.meters.refusals[Bound.MEMORY] == 1
+        await until(lambda: used(served.gateway) == 0, "it comes back")
 
 
 # ---- connections ---------------------------------------------------------------------------------

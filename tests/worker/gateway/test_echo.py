@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from array import array
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from vlm_worker.gateway.detokenization import ChosenToken, LikelyToken, TextChun
 from vlm_worker.gateway.echo import Echo, after, offsets_in
 from vlm_worker.gateway.orchestrate.prepared_request import DeliveredTokens
 from vlm_worker.gateway.prompts import Prompt
-from vlm_worker.types import PromptLogprobs, TokenLogprobs
+from vlm_worker.types import PromptLogprobs
 
 
 @pytest.mark.parametrize(
@@ -46,9 +48,14 @@ def test_an_answer_behind_its_prompt_has_later_offsets() -> None:
     assert after(Echo(), piece) is piece
 
 
+NUM_TOP = 2
+
+
 def part(first_index: int, count: int) -> PromptLogprobs:
-    values = tuple(TokenLogprobs(-float(first_index + one)) for one in range(count))
-    return PromptLogprobs(first_index, values, (1,) * count)
+    values = array("f", [-float(first_index + one) for one in range(count)])
+    ids = array("I", range(NUM_TOP * count))
+    likeliest = array("f", [-1.0] * len(ids))
+    return PromptLogprobs(first_index, values, array("I", [1] * count), NUM_TOP, ids, likeliest)
 
 
 def delivered() -> DeliveredTokens:
@@ -69,7 +76,8 @@ def test_the_parts_of_a_prompt_are_joined(parts: list[tuple[int, int]]) -> None:
         made.take_scores(part(*one))
     made.end_scores()
     assert made.scored is not None
-    assert [one.logprob for one in made.scored.logprobs] == [-1.0, -2.0, -3.0, -4.0]
+    assert list(made.scored.scores.logprobs) == [-1.0, -2.0, -3.0, -4.0]
+    assert len(made.scored.scores.top_ids) == 4 * NUM_TOP
     assert made.scored.token_ids == (5, 6, 7, 8, 9)
 
 
@@ -83,7 +91,15 @@ def test_parts_that_are_not_the_whole_prompt_in_order_are_refused(
     made = delivered()
     for one in parts:
         made.take_scores(part(*one))
-    with pytest.raises(CorruptTransferError, match="of 5 of a prompt"):
+    with pytest.raises(CorruptTransferError, match="those of the 5 tokens"):
+        made.end_scores()
+
+
+def test_parts_with_different_numbers_of_likeliest_tokens_are_refused() -> None:
+    made = delivered()
+    made.take_scores(part(1, 2))
+    made.take_scores(dataclasses.replace(part(3, 2), num_top=1))
+    with pytest.raises(CorruptTransferError, match="those of the 5 tokens"):
         made.end_scores()
 
 

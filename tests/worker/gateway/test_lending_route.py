@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker.gateway.candidates import IMAGE, TEXT, D, E, P, decode, encoder, names, pod, prefill
 
-from vlm_worker.abilities import NO_MINIMUM, UNCONSTRAINED, UNSCORED
+from vlm_worker.abilities import NO_EMBEDDINGS, NO_MINIMUM, UNCONSTRAINED, UNSCORED
 from vlm_worker.route import (
     LENDING_MARGIN_SECONDS,
     Candidate,
@@ -21,7 +21,7 @@ from vlm_worker.route import (
     choose,
     missing_stages,
 )
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import EmbedLayout, Role, Stage
 
 
 def lender(
@@ -267,3 +267,27 @@ def test_a_prompt_to_score_goes_to_pods_that_give_log_probabilities() -> None:
     one_token = dataclasses.replace(demand, needs_decode=False)
     assert choose(old, one_token) == NoRoute(Stage.PREFILL, UNSCORED)
     assert names(choose(old, TEXT)) == (None, "p0", "d0")
+
+
+@pytest.mark.parametrize("asks", ["constrained", "has_minimum", "is_scored"])
+def test_a_stage_without_any_pod_lacks_a_pod_and_no_ability(asks: str) -> None:
+    demand = dataclasses.replace(TEXT, **{asks: True})  # type: ignore[arg-type]
+    able = {"grammars": True, "min_tokens": True, "prompt_logprobs": True}
+    for pods in ([encoder(), prefill()], [encoder(), prefill(**able)], [decode(ready=False)]):
+        assert choose(pods, demand) == choose(pods, TEXT)
+    pods = [encoder(), decode(**able)]
+    assert choose(pods, demand) == choose(pods, TEXT)
+    one_token = dataclasses.replace(demand, needs_decode=False)
+    plain = dataclasses.replace(TEXT, needs_decode=False)
+    assert choose([encoder()], one_token) == choose([encoder()], plain)
+    differs = prefill(**able, layout_fingerprint=b"another")
+    assert choose([differs, *pods], demand) == choose([differs, *pods], TEXT)
+
+
+def test_embeddings_without_any_encoder_lack_an_encoder_and_no_ability() -> None:
+    layout = EmbedLayout("r", 8, 1, "bfloat16")
+    demand = dataclasses.replace(IMAGE, embed_layout=layout, constrained=True)
+    able = {"grammars": True}
+    pods = [prefill(**able), decode(**able)]
+    assert choose(pods, demand) == choose(pods, IMAGE)
+    assert choose([encoder(), *pods], demand) == NoRoute(E, NO_EMBEDDINGS)

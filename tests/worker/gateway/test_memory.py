@@ -30,7 +30,7 @@ from vlm_worker.settings.values import MIN_MEMORY_BYTES
 events = st.lists(
     st.tuples(
         st.integers(0, 5),
-        st.sampled_from(["admit", "decode", "prepared", "release"]),
+        st.sampled_from(["admit", "decode", "add", "prepared", "release"]),
         st.integers(0, 700),
     ),
     max_size=60,
@@ -54,6 +54,11 @@ def test_no_more_is_held_than_the_budget_nor_by_a_tenant_than_its_share(
         elif event == "decode":
             try:
                 one.decode(count // CHARACTER_BYTES, 0)
+            except FullError:
+                assert one.num_bytes == before
+        elif event == "add":
+            try:
+                one.add(count)
             except FullError:
                 assert one.num_bytes == before
         elif event == "prepared":

@@ -22,7 +22,7 @@ from worker.gateway.stack import (
     stack_of,
 )
 
-from vlm_worker.gateway.echo import LONG_VALUES
+from vlm_worker.gateway.echo import LONG_VALUES, SLICE
 from vlm_worker.types import Role, Stage
 
 PROMPT = "two blue squares and a red circle"
@@ -112,6 +112,19 @@ async def test_no_answer_is_the_prompt_alone(served: Stack) -> None:
     assert text.choices[0].logprobs is None
 
 
+async def test_the_length_of_answers_is_not_learned_from_a_request_without_one(
+    served: Stack,
+) -> None:
+    context = served.gateway.context
+    before, lengths = context.work.num_output_tokens, []
+    async with client(served) as api:
+        for max_tokens in (0, 1):
+            await api.completions.create(**body(max_tokens=max_tokens))
+            await context.idle.wait()  # a request ends after its client has the last byte
+            lengths.append(context.work.num_output_tokens)
+    assert lengths[1] < lengths[0] == before
+
+
 async def test_all_choices_have_the_values_of_their_prompt(served: Stack) -> None:
     prompts = [PROMPT, "the"]
     async with client(served) as api:
@@ -156,7 +169,20 @@ async def test_a_long_prompt_has_the_form_of_a_short_one(served: Stack) -> None:
     async with client(served) as api:
         few = await api.completions.create(**body(prompt, max_tokens=0, logprobs=0))
         many = await api.completions.create(**body(prompt, max_tokens=0, logprobs=20, **extra))
+        streamed = [
+            chunk.choices[0]
+            async for chunk in await api.completions.create(
+                **body(prompt, max_tokens=0, logprobs=20, stream=True)
+            )
+        ]
     (short,), (long,) = few.choices, many.choices
+    parts = [one.logprobs for one in streamed if one.logprobs is not None]
+    assert len(parts) > count // SLICE > 1
+    assert "".join(one.text for one in streamed) == prompt
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [one for part in parts for one in getattr(part, name)] == getattr(
+            long.logprobs, name
+        )
     assert (long.text, short.text) == (prompt, prompt)
     assert len(long.logprobs.tokens) == count == len(long.model_extra["prompt_logprobs"])
     assert long.logprobs.token_logprobs == short.logprobs.token_logprobs

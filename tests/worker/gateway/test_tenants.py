@@ -15,7 +15,7 @@ from worker.gateway.image_files import ask, png
 from worker.gateway.stack import COLOCATED, EPD, P_D, Stack, stack
 from worker.gateway.test_front_door import TEXT, api
 
-from vlm_worker.core.fair_order import FairOrder
+from vlm_worker.core.fair_order import FairOrder, Rank
 from vlm_worker.gateway.waiters import Place, Waiters
 
 NAMES = ("requests", "tokens")
@@ -107,6 +107,26 @@ async def test_tokens_of_prompts_and_answers_are_counted(tmp_path: Path, keys: P
         await until_none_runs(served)
 
 
+async def test_a_completion_of_no_tokens_is_charged_its_prompt_alone(
+    tmp_path: Path, keys: Path
+) -> None:
+    config = settings(tmp_path, tenants={"*": {"tokens_per_minute": 100_000}})
+    body = {"model": "shapes", "prompt": ["a red circle", "two"], "n": 2, "temperature": 1}
+    async with stack(*COLOCATED, config=config, api_keys_dir=keys) as served:
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(
+                f"{served.url}/v1/completions",
+                json={**body, "echo": True, "max_tokens": 0},
+                headers={"authorization": "Bearer alice-key"},
+            )
+        usage = answer.json()["usage"]
+        await until_none_runs(served)
+        account = served.gateway.context.rate_limits.accounts["alice"]
+        assert account.num_prompt_tokens == usage["prompt_tokens"] > 0
+        assert account.num_output_tokens == usage["completion_tokens"] == 0
+        assert served.gateway.context.meters.num_output_tokens == 0
+
+
 async def test_a_tenant_in_debt_waits_until_its_tokens_are_refilled(
     tmp_path: Path, keys: Path
 ) -> None:
@@ -194,25 +214,27 @@ async def test_pods_know_the_weighted_work_of_a_tenant(
     tmp_path: Path, keys: Path, weight: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each image and each prompt takes a turn in its queue, as one of its tenant."""
-    starts: list[tuple[bytes, float]] = []
-    start = FairOrder.start
+    ranks: list[Rank] = []
+    admitted = FairOrder.admitted
 
-    def noted(self: FairOrder, flow: bytes, weighted_seconds: float) -> float:
-        starts.append((flow, weighted_seconds))
-        return start(self, flow, weighted_seconds)
+    def noted(self: FairOrder, rank: Rank) -> float:
+        ranks.append(rank)
+        return admitted(self, rank)
 
     config = settings(tmp_path, tenants={"bob": {"weight": weight}})
     async with stack(*EPD, config=config, api_keys_dir=keys) as served:
-        monkeypatch.setattr(FairOrder, "start", noted)
+        monkeypatch.setattr(FairOrder, "admitted", noted)
         for tenant in ("alice", "bob"):
             assert (
                 await post(served, tenant, messages=[ask("What is this?", png())])
             ).status_code == 200
-    flows = {flow for flow, _ in starts}
-    assert len(flows) == 2
-    of_flow = [sum(seconds for one, seconds in starts if one == flow) for flow in flows]
+    tenants = {rank.tenant for rank in ranks}
+    assert len(tenants) == 2
+    seconds = [
+        sum(rank.weighted_seconds for rank in ranks if rank.tenant == one) for one in tenants
+    ]
     if weight is None:
-        assert of_flow == [0.0, 0.0]
+        assert seconds == [0.0, 0.0]
     else:
-        assert min(of_flow) > 0
-        assert max(of_flow) > 2 * min(of_flow)
+        assert min(seconds) > 0
+        assert max(seconds) > 2 * min(seconds)

@@ -15,7 +15,8 @@ from worker.gateway.test_detokenization import cut, tokenizer
 
 from vlm_worker.core.token_texts import TokenTexts
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
-from vlm_worker.gateway.responses import chat_body, completion_body
+from vlm_worker.gateway.echo import completion_body
+from vlm_worker.gateway.responses import chat_body
 from vlm_worker.types import TokenLogprobs
 from vlm_worker.wire.logprob_messages import LOGPROBS
 

@@ -51,7 +51,13 @@ async def scores(engine: Engine, question: Question, name: str) -> list[tuple[To
             raise event.error
         if isinstance(event, PromptLogprobs):
             assert event.first_index == len(found) + 1
-            found += zip(event.logprobs, event.ranks, strict=True)
+            ids, values = (
+                np.reshape(one, (-1, NUM_TOP)).tolist()
+                for one in (event.top_ids, event.top_logprobs)
+            )
+            tops = [tuple(zip(*one, strict=True)) for one in zip(ids, values, strict=True)]
+            each = map(TokenLogprobs, event.logprobs, tops)
+            found += zip(each, event.ranks, strict=True)
     return found
 
 

@@ -44,11 +44,15 @@ def test_scores_are_those_of_log_softmax(
     assert (found.logprobs[is_best] == found.top_logprobs[is_best, 0]).all()
 
 
-def test_a_row_that_is_not_finite_has_no_value_and_others_have_theirs() -> None:
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+@pytest.mark.parametrize("token_id", [0, 2])
+def test_a_row_that_is_not_finite_has_no_value_and_others_have_theirs(
+    token_id: int, num_top: int
+) -> None:
     logits = torch.zeros(3, VOCABULARY)
     logits[1, 5] = torch.nan
-    scored = ScoredRows(np.arange(3), np.array([1, 2, 3]), 0)
+    scored = ScoredRows(np.arange(3), np.array([1, token_id, 3]), num_top)
     found = score_rows(logits, lambda rows: rows, scored, vocab_size=VOCABULARY)
     assert np.isnan(found.logprobs).tolist() == [False, True, False]
     np.testing.assert_allclose(found.logprobs[[0, 2]], -np.log(VOCABULARY), atol=1e-5)
-    assert found.top_ids.shape == (3, 0)
+    assert found.top_ids.shape == (3, num_top)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,9 @@ SAMPLING = SamplingParams(
 REQUEST = Request(KEY, tuple(range(10)), 8, SAMPLING, (ITEM,), b"s" * 32, priority=1)
 SPANS = (StageSpan("encode", 0.25, 0.5, 1),)
 LOGPROBS = TokenLogprobs(-0.5, ((7, -0.5), (9, -2.0)))
+SCORES = PromptLogprobs(
+    1, array("f", [-0.5, -3.0]), array("I", [1, 3]), 1, array("I", [7, 9]), array("f", [-0.5, -2.0])
+)
 
 _INTEGERS = (
     0,
@@ -114,7 +118,7 @@ def client_doors() -> dict[str, Door]:
         "Accepted": (messages.Accepted("t-1", b"b" * 16, b"f" * 16, 10.0), prefilling),
         "FirstToken": (messages.FirstToken(0, 7, 4, FinishReason.STOP, LOGPROBS), prefilling),
         "PrefillDone": (messages.PrefillDone(), prefilling),
-        "PromptLogprobs": (PromptLogprobs(1, (LOGPROBS, LOGPROBS), (1, 3)), prefilling),
+        "PromptLogprobs": (SCORES, prefilling),
         "Tokens": (messages.Tokens(1, (7, 8), (LOGPROBS, LOGPROBS)), decoding),
         "Finished": (messages.Finished(FinishReason.LENGTH, 8), decoding),
     }

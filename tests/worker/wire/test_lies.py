@@ -17,7 +17,8 @@ from vlm_worker.annotations import Between
 from vlm_worker.errors import IncompatibleError, InvalidRequestError
 
 MOST = 1 << 42
-UNBOUNDED = {"seed", "logprob", "top"}  # any 64 bits are a seed; the logarithm of 0 is -inf
+# any 64 bits are a seed; the logarithm of 0 is -inf
+UNBOUNDED = {"seed", "logprob", "top", "logprobs", "top_logprobs"}
 
 
 def check_bounded(value: Any, name: str = "") -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.annotations import MAX_TEXT
+from vlm_worker.annotations import MAX_PROMPT_LOGPROBS, MAX_TEXT
 from vlm_worker.errors import IncompatibleError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
@@ -75,7 +76,7 @@ def requests(draw: st.DrawFn) -> Request:
         items=tuple(items),
         cache_salt=draw(st.sampled_from([b"", b"s" * 32])),
         priority=draw(st.integers(-1000, 1000)),
-        weighted_seconds=draw(st.sampled_from([0.0, 0.125, 1e9])),
+        weighted_seconds=draw(st.sampled_from([0.0, 0.125, 1e6])),
     )
 
 
@@ -119,6 +120,11 @@ def test_an_encode_call_survives() -> None:
 
 
 SPANS = (StageSpan("encode", 0.25, 0.5, 2),)
+RANKS = array("I", [1, 900])
+SCORES = PromptLogprobs(
+    5, array("f", [-0.5, -3.0]), RANKS, 2, array("I", [7, 9, 7, 2]), array("f", [-0.5, -2, -1, -9])
+)
+UNLISTED = PromptLogprobs(1, array("f", [-0.5, -math.inf]), RANKS, 0, array("I"), array("f"))
 ERROR = messages.ItemError("invalid_image", "broken")
 
 
@@ -135,7 +141,8 @@ ENCODE, PREFILL, DECODE = messages.ENCODE_REPLY, messages.PREFILL_REPLY, message
         (messages.FirstToken(3, 7, 0, FinishReason.STOP), PREFILL),
         (messages.FirstToken(0, 7, 64, None, LOGPROBS), PREFILL),
         (messages.PrefillDone(), PREFILL),
-        (PromptLogprobs(5, (LOGPROBS, TokenLogprobs(-3.0)), (1, 900)), PREFILL),
+        (SCORES, PREFILL),
+        (UNLISTED, PREFILL),
         (messages.Tokens(4, (1, 2, 3)), DECODE),
         (messages.Tokens(4, (7, 8), (LOGPROBS, TokenLogprobs(-3.0))), DECODE),
         (messages.Finished(FinishReason.DRAINED, 9), DECODE),
@@ -292,6 +299,10 @@ def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[Any]) -> No
         messages.DECODE_REPLY.decode(pb.DecodeReply(tokens=tokens))
 
 
+LONE = pb.TokenLogprobs(logprob=-1.0)
+TOP = pb.TokenLogprobs(logprob=-1.0, top_token_ids=[1], top_logprobs=[-1.0])
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -301,7 +312,13 @@ def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[Any]) -> No
         ({"ranks": [1, 0]}, "ranks"),
         ({"ranks": [1, 2**32 - 1]}, "ranks"),
         ({"logprobs": [pb.TokenLogprobs(logprob=math.nan)] * 2}, "logprob"),
-        ({"logprobs": [pb.TokenLogprobs(logprob=-1.0)] * 1025}, "logprobs"),
+        ({"logprobs": [LONE] * (MAX_PROMPT_LOGPROBS + 1)}, "logprobs must have"),
+        ({"logprobs": [LONE, TOP]}, "top_logprobs"),
+        ({"logprobs": [pb.TokenLogprobs(logprob=-1.0, top_token_ids=[1])] * 2}, "top_logprobs"),
+        (
+            {"logprobs": [pb.TokenLogprobs(top_token_ids=[1] * 21, top_logprobs=[-1.0] * 21)] * 2},
+            "top_logprobs",
+        ),
     ],
 )
 def test_log_probabilities_of_a_prompt_that_cannot_be_are_refused(

@@ -106,6 +106,8 @@ class AdmissionController:
         able = (sequence for sequence in self.ready if to_prune or not sequence.awaits_pruning)
         for sequence in list(itertools.islice(able, self._num_places)):
             del self.ready[sequence]
+            if sequence.virtual_start < 0:
+                sequence.virtual_start = self.waiting.fair_order.virtual_time
             self._batch.add(sequence)
 
     def can_request_embeddings(self, sequence: Sequence) -> bool:

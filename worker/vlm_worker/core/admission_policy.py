@@ -67,9 +67,14 @@ class LaneQuota:
     reason: AdmissionReason
 
 
-def preemption_order(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of running sequences: the largest is preempted first."""
-    return -max(sequence.priority, sequence.aged_priority), sequence.arrival
+def preemption_order(sequence: Sequence) -> tuple[int, float, int]:
+    """Sort key of running sequences: the largest is preempted first.
+
+    The turn of a tenant goes before arrival: else the older sequences of a flood would preempt the
+    one that was admitted before them.
+    """
+    priority = max(sequence.priority, sequence.aged_priority)
+    return -priority, sequence.virtual_start, sequence.arrival
 
 
 def lane_bound(settings: AdmissionSettings, lane: Lane) -> int:
@@ -112,14 +117,14 @@ class AdmissionQueue:
         self.num_tokens = 0
         self.num_changes = 0
         self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
-        self._queues: tuple[WaitingQueue[Sequence], ...] = (_queue(settings),)
+        self.fair_order = FairOrder()
+        self._queues: tuple[WaitingQueue[Sequence], ...] = (self._queue(),)
         if settings.policy is AdmissionPolicy.DUAL_QUEUE:
-            self._queues += (_queue(settings),)
+            self._queues += (self._queue(),)
         self._lanes = {lane: self._queues[i % len(self._queues)] for i, lane in enumerate(LANES)}
         self._reserved: LazyHeap[Sequence] = LazyHeap()
         self._awaiting: LazyHeap[Sequence] = LazyHeap()
-        self._blocked = _queue(settings)
-        self._fair_order = FairOrder()
+        self._blocked = self._queue()
         self._count = dict.fromkeys(LANES, 0)
         self._last_first = Lane.VISION
 
@@ -141,17 +146,14 @@ class AdmissionQueue:
         self._count[sequence.lane] += 1
         self.num_tokens += sequence.num_tokens
         sequence.on_unblock = self._unblocked
-        if sequence.virtual_start < 0:
-            _, flow, seconds = sequence.rank
-            sequence.virtual_start = self._fair_order.start(flow, seconds)
+        self.fair_order.arrived(sequence.rank.flow)
         self._put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; not within a round."""
         self._out(sequence)
-        _, flow, seconds = sequence.rank
-        self._fair_order.cancelled(flow, seconds, start=sequence.virtual_start)
         self._forget(sequence)
+        self.fair_order.left(sequence.rank.flow)
 
     @property
     def num_blocked(self) -> int:
@@ -189,8 +191,16 @@ class AdmissionQueue:
         self._count[sequence.lane] -= 1
         self.num_tokens -= sequence.num_tokens
         sequence.on_unblock = None
-        if not self:
-            self._fair_order.emptied()
+
+    def _charge(self, sequence: Sequence) -> None:
+        """Charge an admitted sequence to its tenant; once, however often it is preempted."""
+        if sequence.virtual_start < 0:
+            sequence.virtual_start = self.fair_order.admitted(sequence.rank)
+        else:
+            self.fair_order.left(sequence.rank.flow)
+
+    def _queue(self) -> WaitingQueue[Sequence]:
+        return WaitingQueue(self.fair_order, ageing_seconds=self.settings.ageing_seconds)
 
     def _unblocked(self, sequence: Sequence) -> None:
         self.num_changes += 1
@@ -235,8 +245,8 @@ class AdmissionRound:
         assert self._seen[-1] is sequence
         self._seen.pop()
         self._admitted[sequence.lane] += 1
-        self._waiting._fair_order.admitted(sequence.virtual_start)
         self._waiting._forget(sequence)
+        self._waiting._charge(sequence)
         self._waiting.num_admitted[self._reason] += 1
         if self._reason in {quota.reason for quota in self._quotas}:
             self._waiting._last_first = self._quotas[0].lane
@@ -273,7 +283,3 @@ class AdmissionRound:
 
     def _has_quota(self, lane: Lane, bound: int) -> bool:
         return self._admitted[lane] < bound
-
-
-def _queue(settings: AdmissionSettings) -> WaitingQueue[Sequence]:
-    return WaitingQueue(ageing_seconds=settings.ageing_seconds)

@@ -1,23 +1,27 @@
-"""Orders the waiting work of tenants in one worker by start-time fair queueing. Pure.
+"""Divides the admissions of one worker among tenants by their weighted work. Pure.
 
-    start of an item     max(virtual time, finish of the last item of its flow)
-    finish of an item    its start + its weighted seconds
-    virtual time         the largest start of the admitted items
+    start of a flow    the weighted seconds that were admitted of it; at least the virtual time
+                       when its first item arrives
+    virtual time       the least start of the flows that wait; it never falls
 
-A queue admits the item of the least start first. While two flows wait, the weighted seconds that
-were admitted of each differ by at most one item of each. A flow that was idle has no credit. An
-item without weighted seconds starts at the virtual time: if no item has any, the order is that of
-arrival.
+The item whose flow has the least start goes first, and its weighted seconds are added to the start.
+So while two flows wait, their starts differ by at most one item. An item that leaves without its
+work costs nothing, and a flow that was idle has no credit. Items that are admitted out of turn, for
+their priority or because others lack an embedding, are repaid by later turns.
 
-Goyal, Vin and Cheng, Start-time Fair Queueing, 1996.
+Items without weighted seconds are one flow. If others wait too, each of them costs a second.
+
+A variant of start-time fair queueing (Goyal, Vin and Cheng 1996), with starts of flows instead of
+items.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-MAX_IDLE_FLOWS: Final = 1024
-"""If more flows are known, those whose finish is past are forgotten."""
+UNWEIGHTED_SECONDS: Final = 1.0
+MIN_SECONDS: Final = 0.001
+"""The least cost of an item: an endless line of items without work would keep the turn."""
 
 
 class Rank(NamedTuple):
@@ -25,49 +29,60 @@ class Rank(NamedTuple):
 
     Attributes:
         priority: larger goes first.
-        flow: identifies a tenant.
+        tenant: identifies whose work it is.
         weighted_seconds: of estimated work, divided by the tenant's weight; 0: order of arrival.
     """
 
     priority: int = 0
-    flow: bytes = b""
+    tenant: bytes = b""
     weighted_seconds: float = 0.0
+
+    @property
+    def flow(self) -> bytes:
+        """The flow that it belongs to: of its tenant, or of all items without weighted seconds."""
+        return self.tenant if self.weighted_seconds else b""
 
 
 FIRST_COME: Final = Rank()
 
 
 class FairOrder:
-    """The virtual time of one queue, and the finish of each flow. The queue is its only writer."""
+    """The starts of flows. One writer: what owns the queues that share it."""
 
     def __init__(self) -> None:
         self.virtual_time = 0.0
-        self._finish: dict[bytes, float] = {}
+        self._starts: dict[bytes, float] = {}
+        self._num_waiting: dict[bytes, int] = {}
 
-    def start(self, flow: bytes, weighted_seconds: float) -> float:
-        """Return the start of a new item, which is behind all items of its flow."""
-        if not weighted_seconds:
-            return self.virtual_time
-        start = max(self.virtual_time, self._finish.get(flow, 0.0))
-        self._finish[flow] = start + weighted_seconds
-        if len(self._finish) > MAX_IDLE_FLOWS:
-            now = self.virtual_time
-            self._finish = {flow: at for flow, at in self._finish.items() if at > now}
+    def start(self, flow: bytes) -> float:
+        """The start of a flow that waits."""
+        return self._starts[flow]
+
+    def arrived(self, flow: bytes) -> None:
+        """Count an item that waits."""
+        if flow not in self._num_waiting:
+            self._starts[flow] = max(self._starts.get(flow, 0.0), self.virtual_time)
+        self._num_waiting[flow] = self._num_waiting.get(flow, 0) + 1
+
+    def admitted(self, rank: Rank) -> float:
+        """Charge an item that leaves for its work; returns its start."""
+        start = self._starts[rank.flow]
+        if rank.weighted_seconds or len(self._starts) > 1:
+            seconds = rank.weighted_seconds or UNWEIGHTED_SECONDS
+            self._starts[rank.flow] += max(seconds, MIN_SECONDS)
+        self.left(rank.flow)
         return start
 
-    def admitted(self, start: float) -> None:
-        """Advance the virtual time for an item that left the queue for its work."""
-        self.virtual_time = max(self.virtual_time, start)
-
-    def cancelled(self, flow: bytes, weighted_seconds: float, *, start: float) -> None:
-        """Give the seconds of an item back that left without its work.
-
-        The seconds of an item before others of its flow are kept: these have their starts.
-        """
-        if self._finish.get(flow) == start + weighted_seconds:
-            self._finish[flow] = start
-
-    def emptied(self) -> None:
-        """Forget all flows, because nothing waits: what was admitted gives no debt."""
-        self.virtual_time = max(self.virtual_time, *self._finish.values(), 0.0)
-        self._finish.clear()
+    def left(self, flow: bytes) -> None:
+        """Forget an item that no longer waits, and flows that have no debt."""
+        self._num_waiting[flow] -= 1
+        if not self._num_waiting[flow]:
+            del self._num_waiting[flow]
+        waiting = [self._starts[one] for one in self._num_waiting]
+        least = min(waiting) if waiting else max(self._starts.values())
+        self.virtual_time = max(self.virtual_time, least)
+        self._starts = {
+            one: start
+            for one, start in self._starts.items()
+            if one in self._num_waiting or start > self.virtual_time
+        }

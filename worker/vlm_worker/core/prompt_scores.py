@@ -12,13 +12,14 @@ in order, however the prompt is cut into chunks.
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import numpy as np
 
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.step_values import ScoredRows, Scores, StepPlan
-from vlm_worker.types import PromptLogprobs, TokenLogprobs
+from vlm_worker.types import PromptLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,15 +83,17 @@ class ChunkScores:
 
     def logprobs(self, offset: int, count: int) -> PromptLogprobs:
         """The values of `count` tokens from the chunk's token number `offset` on."""
-        scores, num_top = self.scores, self.chunk.num_top
+        scores = self.scores
         part = slice(self.first + offset, self.first + offset + count)
-        ids = scores.top_ids[part, :num_top].tolist()
-        tops = scores.top_logprobs[part, :num_top].tolist()
-        each = zip(scores.logprobs[part].tolist(), ids, tops, strict=True)
+        top_ids = scores.top_ids[part, : self.chunk.num_top]
+        top_logprobs = scores.top_logprobs[part, : self.chunk.num_top]
         return PromptLogprobs(
             self.chunk.start + 1 + offset,
-            tuple(TokenLogprobs(one, tuple(zip(i, v, strict=True))) for one, i, v in each),
-            tuple(scores.ranks[part].tolist()),
+            array("f", scores.logprobs[part].astype(np.float32).tobytes()),
+            array("I", scores.ranks[part].astype(np.uint32).tobytes()),
+            top_ids.shape[1],
+            array("I", top_ids.astype(np.uint32).tobytes()),
+            array("f", top_logprobs.astype(np.float32).tobytes()),
         )
 
     def parts(self, size: int) -> list[tuple[int, int]]:

@@ -76,8 +76,8 @@ class Sequence:
         pending_blocks: blocks that a peer has not read (`PendingKVTransfers`).
         embeddings: per item, its encoder output if it is here, or None.
         aged_priority: the top running priority when it was admitted by age; used for preemption.
-        virtual_start: its place among tenants that take turns (`fair_order`); negative before the
-            queue gave it one, which it keeps when it is preempted.
+        virtual_start: the start of its flow (`fair_order`) when it was first admitted, which it
+            keeps when it is preempted; negative before.
         num_bypassed: sequences admitted before it because it lacked blocks or budget.
         is_blocked: it waits for an embedding, or for permission to request one; it is not examined
             until `unblock`.

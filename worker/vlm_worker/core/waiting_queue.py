@@ -3,17 +3,21 @@
     by order     (-priority, start, arrival)    the first one is next
     by turn      (start, arrival)               its first one is next if it has waited
                                                 `ageing_seconds`, whatever its priority
-    by arrival   arrival                        the oldest one, for statistics
 
-`start` is of `fair_order`: a tenant's flood does not age before the turns of others. Heaps, because
-a preempted prompt or a postponed image is pushed again with its old start and arrival. Push,
-discard and next are O(log n) amortised, oldest is O(1) amortised.
+`start` is that of the item's flow (`fair_order`), which changes while it waits: so each flow has a
+line of its own, by order and by arrival, and the queue compares the heads of lines. An item that
+was admitted before has the start of then, and so keeps its turn. A tenant's flood does not age
+before the turns of others. Lines are heaps, because a preempted prompt or a postponed image is
+pushed again with its old arrival. Push, discard and next are O(log n + flows) amortised.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
+
+from vlm_worker.core.fair_order import FairOrder, Rank
 
 MIN_SWEEP: Final = 64
 """A heap with fewer removed entries is not swept."""
@@ -32,7 +36,9 @@ class Queued(Protocol):
     @property
     def arrived_at(self) -> float: ...
     @property
-    def virtual_start(self) -> float: ...
+    def virtual_start(self) -> float: ...  # when it was admitted before; negative: never
+    @property
+    def rank(self) -> Rank: ...
 
 
 T = TypeVar("T")
@@ -79,50 +85,86 @@ class LazyHeap(Generic[T]):
         return self._tickets.get(entry[2]) == entry[1]
 
 
-class WaitingQueue(Generic[Q]):
-    """Items by order and by turn. One that has waited `ageing_seconds` goes before the others."""
+class _Line(Generic[Q]):
+    """The items of one flow."""
 
-    def __init__(self, *, ageing_seconds: float) -> None:
+    def __init__(self) -> None:
+        self.by_order: LazyHeap[Q] = LazyHeap()
+        self.by_arrival: LazyHeap[Q] = LazyHeap()
+
+
+class WaitingQueue(Generic[Q]):
+    """Items by order and by turn. One that has waited `ageing_seconds` goes before the others.
+
+    Its owner counts the items that wait in `fair_order`, which queues may share.
+    """
+
+    def __init__(self, fair_order: FairOrder, *, ageing_seconds: float) -> None:
+        self._fair_order = fair_order
         self._ageing_seconds = ageing_seconds
-        self._by_order: LazyHeap[Q] = LazyHeap()
-        self._by_turn: LazyHeap[Q] = LazyHeap()
-        self._by_arrival: LazyHeap[Q] = LazyHeap()
+        self._lines: dict[bytes, _Line[Q]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_arrival)
+        return sum(len(line.by_arrival) for line in self._lines.values())
 
     def __contains__(self, item: Q | None) -> bool:
-        return item in self._by_arrival
+        if item is None:
+            return False
+        line = self._lines.get(item.rank.flow)
+        return line is not None and item in line.by_arrival
 
     @property
     def oldest(self) -> Q | None:
         """The item that arrived first."""
-        return self._by_arrival.first
+        return self._least(lambda line: line.by_arrival.first, lambda item: item.arrival)
 
     @property
     def first(self) -> Q | None:
         """The first item by priority, turn and arrival, whatever the age of the others."""
-        return self._by_order.first
+        return self._least(
+            lambda line: line.by_order.first,
+            lambda item: (-item.priority, self._start(item), item.arrival),
+        )
 
     def aged(self, *, now: float) -> Q | None:
-        """The item whose turn it is if it has aged. `now` is on the clock of `arrived_at`."""
-        first = self._by_turn.first
+        """The oldest item of the flow whose turn it is if it has aged.
+
+        `now` is on the clock of `arrived_at`.
+        """
+        first = self._least(
+            lambda line: line.by_arrival.first, lambda item: (self._start(item), item.arrival)
+        )
         has_aged = first is not None and now - first.arrived_at >= self._ageing_seconds
         return first if has_aged else None
 
     def next(self, *, now: float) -> Q | None:
         """The next item: the one whose turn it is if it has aged, else the first by order."""
-        return self.aged(now=now) or self._by_order.first
+        return self.aged(now=now) or self.first
 
     def push(self, item: Q) -> None:
-        """Add an item; one that is pushed again is ordered by its old start and arrival."""
-        turn = (item.virtual_start, item.arrival)
-        self._by_order.push((-item.priority, *turn), item)
-        self._by_turn.push(turn, item)
-        self._by_arrival.push(item.arrival, item)
+        """Add an item; one that is pushed again is ordered by its old arrival."""
+        line = self._lines.setdefault(item.rank.flow, _Line())
+        line.by_order.push((-item.priority, item.arrival), item)
+        line.by_arrival.push(item.arrival, item)
 
     def discard(self, item: Q) -> bool:
         """Remove an item; False if it is not in the queue."""
-        self._by_turn.discard(item)
-        self._by_arrival.discard(item)
-        return self._by_order.discard(item)
+        line = self._lines.get(item.rank.flow)
+        if line is None or not line.by_order.discard(item):
+            return False
+        line.by_arrival.discard(item)
+        if not len(line.by_arrival):
+            del self._lines[item.rank.flow]
+        return True
+
+    def _start(self, item: Q) -> float:
+        if item.virtual_start >= 0:
+            return item.virtual_start
+        return self._fair_order.start(item.rank.flow)
+
+    def _least(self, head: Callable[[_Line[Q]], Q | None], key: Callable[[Q], Any]) -> Q | None:
+        """Of the heads of all lines, the one with the least key."""
+        heads = [item for line in self._lines.values() if (item := head(line)) is not None]
+        if len(heads) < 2:
+            return heads[0] if heads else None
+        return min(heads, key=key)

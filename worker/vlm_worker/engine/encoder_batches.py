@@ -40,13 +40,16 @@ class EncodeTask:
     image: PreparedImage
     key: RequestKey
     rank: Rank
-    virtual_start: float
     arrival: int
     arrived_at: float
 
     @property
     def priority(self) -> int:
         return self.rank.priority
+
+    @property
+    def virtual_start(self) -> float:
+        return -1.0  # it is admitted once
 
     @property
     def num_patches(self) -> int:
@@ -81,8 +84,10 @@ class EncoderQueue:
         self._context, self._cache = context, cache
         self._runner, self._settings, self._clock = context.runner, context.settings, context.clock
         ageing_seconds = context.settings.admission.ageing_seconds
-        self._queue: WaitingQueue[EncodeTask] = WaitingQueue(ageing_seconds=ageing_seconds)
         self._fair_order = FairOrder()
+        self._queue: WaitingQueue[EncodeTask] = WaitingQueue(
+            self._fair_order, ageing_seconds=ageing_seconds
+        )
         self._tasks: dict[Entry, EncodeTask] = {}
         self._num_pushed = 0
         self._async_batch: tuple[list[EncodeTask], Future[tuple[list[Any], float]]] | None = None
@@ -113,24 +118,20 @@ class EncoderQueue:
     def push(self, entry: Entry, image: PreparedImage, key: RequestKey, *, rank: Rank) -> None:
         """Queue the encoding of an entry, for a request."""
         self._num_pushed += 1
-        start = self._fair_order.start(rank.flow, rank.weighted_seconds)
-        number, now = self._num_pushed, self._clock()
-        self._push(EncodeTask(entry, image, key, rank, start, number, now))
+        self._fair_order.arrived(rank.flow)
+        self._push(EncodeTask(entry, image, key, rank, self._num_pushed, self._clock()))
 
     def abandon(self, entry: Entry) -> None:
         """Remove an entry from the queue: no call waits for it."""
         if entry in self._tasks:
-            task = self._tasks[entry]
-            self._remove(task)
-            _, flow, seconds = task.rank
-            self._fair_order.cancelled(flow, seconds, start=task.virtual_start)
+            self._leave(self._tasks[entry])
             self._fail(entry, CancelledError("no call waits for this image"))
 
     def drain(self, error: Exception) -> int:
         """Fail all queued images; returns their number."""
         num_failed = len(self)
         while (task := self._queue.oldest) is not None:
-            self._remove(task)
+            self._leave(task)
             self._fail(task.entry, error)
         return num_failed
 
@@ -191,12 +192,10 @@ class EncoderQueue:
                 later.append(task)
                 continue
             batch.append(task)
-            self._fair_order.admitted(task.virtual_start)
+            self._fair_order.admitted(task.rank)
             num_tokens += task.image.encoded_tokens
         for task in later:
             self._push(task)
-        if not self._queue:
-            self._fair_order.emptied()
         return batch
 
     def _push(self, task: EncodeTask) -> None:
@@ -206,6 +205,11 @@ class EncoderQueue:
         self._queue.push(task)
         self.waiting_tokens += task.image.encoded_tokens
         self.waiting_pixels += num_pixels(task.image)
+
+    def _leave(self, task: EncodeTask) -> None:
+        """Remove a task that is not encoded."""
+        self._remove(task)
+        self._fair_order.left(task.rank.flow)
 
     def _remove(self, task: EncodeTask) -> None:
         del self._tasks[task.entry]

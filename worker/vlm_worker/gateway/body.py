@@ -29,8 +29,8 @@ from typing import Any, Final
 import msgspec
 
 from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.http_response import ClientGoneError
 from vlm_worker.gateway.memory import MemoryReservation
-from vlm_worker.gateway.responses import ClientGoneError
 from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.wire.buffers import private_memory
 

@@ -17,7 +17,7 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
 from vlm_worker.gateway.body import Receive
-from vlm_worker.gateway.responses import Send
+from vlm_worker.gateway.http_response import Send
 
 METHODS: Final = ("GET", "POST")
 """The methods that the gateway serves."""

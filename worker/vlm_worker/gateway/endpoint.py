@@ -23,6 +23,7 @@ from vlm_worker.gateway.choices import Choices
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.dialect import Dialect, Kind
+from vlm_worker.gateway.http_response import ClientGoneError, Response, Send
 from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, MemoryReservation
 from vlm_worker.gateway.orchestrate.generation import (
@@ -37,12 +38,9 @@ from vlm_worker.gateway.rate_limits import RateLimitError, RequestCharge
 from vlm_worker.gateway.request_guard import Guard
 from vlm_worker.gateway.responses import (
     ChatShape,
-    ClientGoneError,
     CompletionShape,
     Envelope,
-    Response,
     ResponseWriter,
-    Send,
 )
 from vlm_worker.gateway.session_prefetch import EndedTurn
 from vlm_worker.telemetry import REQUEST_ID, Span
@@ -206,8 +204,9 @@ class Endpoint:
         return tuple(self._context.in_turn(one, exchange.tenant) for one in requests)
 
     def _learn(self, requests: Sequence[PreparedRequest], choices: Choices, trace: Trace) -> None:
-        """Record the times of a request with one choice, for the estimates of others."""
-        if len(requests) > 1 or choices.count > 1 or trace.first_byte is None:
+        """Record the times of a request with one answer, for the estimates of others."""
+        is_alone = len(requests) == choices.count == 1
+        if not is_alone or requests[0].echo.no_answer or trace.first_byte is None:
             return
         stages = trace.stages()
         self._context.work.ended(
@@ -308,17 +307,19 @@ class Endpoint:
         meters = context.meters
         modality = Modality.IMAGE if prepared.images else Modality.TEXT
         previous: dict[int, float] = {}
+        num_tokens = 0 if prepared.echo.no_answer else 1
 
         def on_token(choice: int) -> None:
             now = context.clock()
-            charge.output(1)
+            charge.output(num_tokens)
             if choice in previous:
                 meters.next_token(now - previous[choice])
             elif choice > 0:
-                meters.further_choice()
+                meters.further_choice(num_tokens)
             else:
                 target = context.config_watcher.now.config.slo.ttft_seconds(modality)
-                meters.first_token(trace.ttft, trace.stages(), modality, target)
+                stages = trace.stages()
+                meters.first_token(trace.ttft, stages, modality, target, num_tokens=num_tokens)
             previous[choice] = now
 
         return on_token

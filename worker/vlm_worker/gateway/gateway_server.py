@@ -29,10 +29,10 @@ from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.discovery import ApiServer, PodWatch
 from vlm_worker.gateway.http_app import OPEN_PATHS, admin_app, public_app
+from vlm_worker.gateway.http_response import Response, Send
 from vlm_worker.gateway.memory import Bound
 from vlm_worker.gateway.pod_registry import Connect, static_pods
 from vlm_worker.gateway.prompts import PromptBuilder
-from vlm_worker.gateway.responses import Response, Send
 from vlm_worker.gateway.tls import Certificate
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import AtEnd

@@ -27,7 +27,7 @@ from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.cors import CorsApp
 from vlm_worker.gateway.endpoint import Endpoint
-from vlm_worker.gateway.responses import Response, Send, encode
+from vlm_worker.gateway.http_response import Response, Send, encode
 from vlm_worker.gateway.responses_api.dialect import ResponsesDialect
 from vlm_worker.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 

@@ -36,7 +36,7 @@ RETRY_AFTER_SECONDS: Final = 1.0
 
 
 class Kind(enum.StrEnum):
-    """Use of the bytes: bodies in preparation; images and texts of prepared requests."""
+    """Use of the bytes: bodies in preparation; what prepared requests hold until they end."""
 
     BODY = "body"
     PROMPT = "prompt"
@@ -131,17 +131,23 @@ class MemoryReservation:
     def decode(self, num_text_bytes: int, num_values: int) -> None:
         """Add the decoded form of a body's JSON without its images, before it is decoded.
 
+        Raises as `add` does.
+        """
+        self.add(CHARACTER_BYTES * num_text_bytes + VALUE_BYTES * num_values)
+
+    def add(self, num_bytes: int) -> None:
+        """Add bytes before they are allocated.
+
         If the tenant has no other request here, only the limit of the gateway applies. So a single
         request of a tenant proceeds.
 
         Raises:
             FullError: a limit is reached; the account is unchanged.
         """
-        additional = CHARACTER_BYTES * num_text_bytes + VALUE_BYTES * num_values
         is_alone = self._budget.used_by(self._tenant) == self.num_bytes
         limit = self._budget.num_bytes if is_alone else self._limit
-        self._budget.check(self._tenant, additional, limit)
-        self._set(Kind.BODY, self.num_bytes + additional)
+        self._budget.check(self._tenant, num_bytes, limit)
+        self._set(Kind.BODY, self.num_bytes + num_bytes)
 
     def fetch(self, num_bytes: int) -> None:
         """Add bytes of an image that is fetched, before they are kept.
@@ -153,7 +159,7 @@ class MemoryReservation:
         self._set(Kind.BODY, self.num_bytes + num_bytes)
 
     def prepared(self, num_prompt_bytes: int) -> None:
-        """Reduce the account to the images and texts, once the body is freed."""
+        """Reduce the account to what a running request holds, once the body is freed."""
         self._set(Kind.PROMPT, min(num_prompt_bytes, self.num_bytes))
 
     def release(self) -> None:

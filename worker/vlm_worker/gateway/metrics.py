@@ -84,14 +84,23 @@ class GatewayMetrics:
         self._visual_tokens.add(num_visual_tokens)
 
     def first_token(
-        self, seconds: float, stages: Mapping[str, float], modality: Modality, target: float | None
+        self,
+        seconds: float,
+        stages: Mapping[str, float],
+        modality: Modality,
+        target: float | None,
+        *,
+        num_tokens: int = 1,
     ) -> None:
-        """Record the first token of a request: its TTFT and stages, in seconds."""
-        self.ttft[modality].add(seconds, stages, target)
-        self.num_output_tokens += 1
+        """Record the first token of a request: its TTFT and stages, in seconds.
 
-    def further_choice(self) -> None:
-        self.num_output_tokens += 1
+        `num_tokens` is 0 if the client gets the prompt alone.
+        """
+        self.ttft[modality].add(seconds, stages, target)
+        self.num_output_tokens += num_tokens
+
+    def further_choice(self, num_tokens: int) -> None:
+        self.num_output_tokens += num_tokens
 
     def next_token(self, seconds: float) -> None:
         """Record a further token, `seconds` after the previous one of its choice."""

@@ -107,12 +107,13 @@ class Preparer:
         """Prepare the requests in a body, one per prompt; also returns the response's options.
 
         The result holds no reference to the body. `held` counts the body's bytes and its values,
-        and the images that are fetched. `trace` gets the time of the fetches. `guard` ends fetches
-        and checks of grammars if the request ends. `dialect` makes a chat of the body.
+        the images that are fetched, and what the answer shows of its prompts. `trace` gets the time
+        of the fetches. `guard` ends fetches and checks of grammars if the request ends. `dialect`
+        makes a chat of the body.
 
         Raises:
             ApiError: the request is invalid; the error names the field.
-            FullError: the gateway has no memory for the values now, or too many fetches or checks
+            FullError: the gateway has no memory for these now, or too many fetches or checks
                 of the tenant wait.
         """
         ids = {"request_id": request_id, "tenant": tenant}
@@ -124,7 +125,9 @@ class Preparer:
             return (prepared,), chat.options
         parsed = await self.turns.run(read_json(body, held.decode))
         completion = parse_completion(parsed.value)
-        return await self.completions(completion, config, **ids), completion.options
+        requests = await self.completions(completion, config, **ids)
+        held.add(sum(one.num_shown_bytes for one in requests))
+        return requests, completion.options
 
     async def chat_with_images(
         self,
@@ -353,7 +356,10 @@ class Preparer:
             ask = _Ask(request.options, config, request_id, tenant, num_text_bytes, given.path)
             without = functools.partial(_unchanged, prompt)
             one = self._prepared_request(ask, without, ())
-            prepared.append(dataclasses.replace(one, echo=request.echo_of(text)))
+            echo = request.echo_of(text)
+            shown = request.options.num_choices * echo.num_bytes(one.num_tokens(0))
+            one = dataclasses.replace(one, echo=echo, num_bytes=one.num_bytes + shown)
+            prepared.append(dataclasses.replace(one, num_shown_bytes=shown))
         check_shown(request, [(one.echo, one.num_tokens(0)) for one in prepared])
         return tuple(prepared)
 

@@ -10,101 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from vlm_worker.core.token_texts import TokenTexts
-from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
-from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt, after
+from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt, after, completion_body
+from vlm_worker.gateway.http_response import Json, Response, encode, event
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
-from vlm_worker.gateway.request_guard import within
 from vlm_worker.gateway.responding.message import MessageReader
 from vlm_worker.types import FinishReason, TokenLogprobs
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
-# A client that reads nothing for this time counts as disconnected.
-SLOW_READER_SECONDS = 30.0
-
-
-class ClientGoneError(Exception):
-    """The client disconnected or stopped reading."""
-
-
-class Response:
-    """The HTTP response. It starts with the first byte, so that earlier errors set the status.
-
-    `failure` writes the last event of a stream that fails; the writer of the answer may set it.
-    `headers` returns more headers, when the response starts. `status` is 0 before.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.started = False
-        self.failure = _error_event
-        self.headers: Callable[[], Mapping[str, str]] = dict
-        self.status = 0
-
-    async def write(self, body: bytes) -> None:
-        """Send bytes of an event stream; start it if necessary."""
-        if not self.started:
-            await self._start(
-                200,
-                {
-                    "content-type": "text/event-stream; charset=utf-8",
-                    "cache-control": "no-cache",
-                    "x-accel-buffering": "no",
-                },
-            )
-        await self._put({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def end(self) -> None:
-        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        fixed = {"content-type": "application/json", "content-length": str(len(body))}
-        await self._start(status, {**fixed, **headers})
-        await self._put({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def fail(self, error: ApiError) -> None:
-        """Send an error to a client that is still there.
-
-        It is an HTTP error, or an event if the stream has started.
-        """
-        try:
-            if self.started:
-                await self.write(self.failure(error))
-                await self.end()
-            else:
-                await self.whole(error.status, encode(error.body), error.headers)
-        except ClientGoneError:
-            logger.debug("the client disconnected before the error was sent")
-
-    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.started, self.status = True, status
-        fields = {**headers, **self.headers()}
-        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
-        await self._put({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def _put(self, message: dict[str, Any]) -> None:
-        """Send a message. The server applies backpressure while the client's buffer is full.
-
-        Raises:
-            ClientGoneError: the client disconnected or read nothing for `SLOW_READER_SECONDS`.
-        """
-        try:
-            await within(SLOW_READER_SECONDS, self._send(message))
-        except TimeoutError:
-            raise ClientGoneError("the client reads nothing") from None
-        except OSError as error:
-            raise ClientGoneError("the client disconnected") from error
+APART: Final = b"\0"
+"""The place of JSON that is made apart. No JSON has this byte."""
 
 
 class ResponseWriter:
@@ -145,6 +68,7 @@ class ResponseWriter:
         self._on_text = on_text
         self._held: dict[int, list[TextChunk]] = {}
         self._whole: dict[int, dict[str, Any]] = {}
+        self._apart: dict[int, list[list[Json]]] = {}
 
     def begin(self, index: int, prompt: ScoredPrompt | None) -> None:
         """Begin a choice, before its first token, with the log-probabilities of its prompt."""
@@ -179,15 +103,16 @@ class ResponseWriter:
             last = [shape.last(index, finish_reason)]
             await self._response.write(self._envelope.chunk(last, extra=self._timing))
             return
-        held = self._held[index]
+        held, echo = self._held[index], self._echoes[index]
         text = "".join(piece.text for piece in held)
         tokens = [token for piece in held for token in piece.tokens]
         content = text if reader is None else reader.message
-        whole = shape.whole(index, content, self._shown(tokens), finish_reason)
-        if self._echoes[index].num_prompt_logprobs is not None and self._texts is not None:
-            show = self._echoes[index].prompt_logprobs
-            whole["prompt_logprobs"] = await self._of_prompt(index, show, self._texts)
-        self._whole[index] = whole
+        shown = None if echo.lists_all else self._shown(tokens)
+        self._whole[index] = shape.whole(index, content, shown, finish_reason)
+        if echo.lists_all:
+            await self._show(index, "logprobs", functools.partial(echo.logprobs, tokens))
+        if echo.num_prompt_logprobs is not None:
+            await self._show(index, "prompt_logprobs", echo.prompt_logprobs)
 
     @property
     def message(self) -> dict[str, Any] | None:
@@ -207,7 +132,11 @@ class ResponseWriter:
         if not self._stream:
             choices = [self._whole[index] for index in sorted(self._whole)]
             body = envelope.whole(choices, usage, extra=self._timing)
-            await self._response.whole(200, body, {})
+            apart = [one for index in sorted(self._apart) for one in self._apart[index]]
+            if apart:
+                await self._response.in_parts(_filled(body, apart))
+            else:
+                await self._response.whole(200, body, {})
             return
         if envelope.include_usage:
             await self._response.write(envelope.chunk([], usage=usage, extra=self._timing))
@@ -244,19 +173,20 @@ class ResponseWriter:
         return tokens if self._with_logprobs else None
 
     async def _put(self, index: int, piece: TextChunk, *, is_last: bool = False) -> None:
-        first = index not in self._held
-        held = self._held.setdefault(index, [])
-        echo = self._echoes[index]
+        first, echo = index not in self._held, self._echoes[index]
         piece = after(echo, piece)
-        if first and (echo.text or echo.lists_all) and self._texts is not None:
-            shown = await self._of_prompt(index, echo.chunk, self._texts)
-            piece = TextChunk(shown.text + piece.text, (*shown.tokens, *piece.tokens))
+        follows = first and echo.lists_all and self._stream
+        if follows:
+            await self._write_prompt(index)
+        elif first:
+            piece = TextChunk(echo.text + piece.text, piece.tokens)
+        held = self._held.setdefault(index, [])
         deltas = self._deltas(index, piece, is_last=is_last)
         self._on_text(piece.text)
         if not self._stream:
             held.append(piece)
         else:
-            if not deltas and (first or piece.tokens):
+            if not deltas and ((first and not follows) or piece.tokens):
                 deltas = [""]
             tokens = piece.tokens
             for delta in deltas:
@@ -268,13 +198,35 @@ class ResponseWriter:
         if first and index == 0:  # the trace is of the first choice
             self._trace.first_byte_sent()
 
-    async def _of_prompt(
-        self, index: int, show: Callable[[TokenTexts, ScoredPrompt | None], T], texts: TokenTexts
-    ) -> T:
-        """What a choice shows of its prompt. A long one would block the event loop."""
-        prompt = self._prompts.get(index)
-        is_long = prompt is not None and prompt.is_long
-        return await asyncio.to_thread(show, texts, prompt) if is_long else show(texts, prompt)
+    async def _write_prompt(self, index: int) -> None:
+        """Write the text and the tokens of a prompt, some of them in each event."""
+        envelope, (texts, prompt) = self._envelope, self._scored(index)
+        chunks = self._echoes[index].chunks(texts, prompt)
+
+        def event() -> bytes | None:
+            chunk = next(chunks, None)
+            if chunk is None:
+                return None
+            choice = envelope.shape.next(index, chunk.text, chunk.tokens, is_first=False)
+            return envelope.chunk([choice])
+
+        while (made := await _make(event, prompt)) is not None:
+            await self._response.write(made)
+
+    async def _show(
+        self, index: int, name: str, show: Callable[[TokenTexts, ScoredPrompt], list[Json]]
+    ) -> None:
+        """Add a field of a whole choice that shows its prompt."""
+        texts, prompt = self._scored(index)
+        self._whole[index][name] = msgspec.Raw(APART)
+        parts = await _make(functools.partial(show, texts, prompt), prompt)
+        self._apart.setdefault(index, []).append(parts)
+
+    def _scored(self, index: int) -> tuple[TokenTexts, ScoredPrompt]:
+        texts, prompt = self._texts, self._prompts[index]
+        assert texts is not None
+        assert prompt is not None
+        return texts, prompt
 
     def _deltas(self, index: int, piece: TextChunk, *, is_last: bool) -> list[Delta]:
         """Return what a piece adds to its message, in order."""
@@ -284,6 +236,20 @@ class ResponseWriter:
         # each call adds one token, but the last, which adds the text that was held
         deltas: list[Delta] = [*reader.feed(piece.text, num_tokens=0 if is_last else 1)]
         return [*deltas, *reader.finish()] if is_last else deltas
+
+
+async def _make(make: Callable[[], T], prompt: ScoredPrompt) -> T:
+    """Make what is shown of a prompt. A long one would block the event loop."""
+    return await asyncio.to_thread(make) if prompt.is_long else make()
+
+
+def _filled(body: bytes, apart: Iterable[Sequence[Json]]) -> list[Json]:
+    """Return a body in parts, with the JSON that was made apart in its places."""
+    first, *others = body.split(APART)
+    parts: list[Json] = [first]
+    for made, other in zip(apart, others, strict=True):
+        parts += [*made, other]
+    return parts
 
 
 Delta = str | dict[str, Any]
@@ -299,28 +265,6 @@ def chat_body(tokens: Tokens) -> dict[str, Any] | None:
     content = [one.chosen.body | {"top_logprobs": [t.body for t in one.top]} for one in tokens]
     return {"content": content, "refusal": None}
 
-
-def completion_body(tokens: Tokens) -> dict[str, Any] | None:
-    """Return `logprobs` of a completion's choice; `top_logprobs` include the chosen token.
-
-    The first token of a prompt has null in both.
-    """
-    if tokens is None:
-        return None
-    return {
-        "tokens": [one.chosen.text for one in tokens],
-        "token_logprobs": [one.chosen.logprob for one in tokens],
-        "top_logprobs": [
-            None
-            if one.chosen.logprob is None
-            else {likely.text: likely.logprob for likely in (*one.top, one.chosen)}
-            for one in tokens
-        ],
-        "text_offset": [one.offset for one in tokens],
-    }
-
-
-encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -389,6 +333,10 @@ class ChatShape:
         )
 
 
+def _logprobs(tokens: Tokens) -> dict[str, Any] | None:
+    return None if tokens is None else completion_body(tokens)
+
+
 class CompletionShape:
     """Format of the choices of `/v1/completions`."""
 
@@ -398,15 +346,13 @@ class CompletionShape:
 
     def next(self, index: int, text: Delta, tokens: Tokens, *, is_first: bool) -> dict[str, Any]:
         del is_first  # only a chat has roles
-        return _choice(index, text=text, logprobs=completion_body(tokens))
+        return _choice(index, text=text, logprobs=_logprobs(tokens))
 
     def last(self, index: int, finish_reason: str) -> dict[str, Any]:
         return _choice(index, text="", finish_reason=finish_reason)
 
     def whole(self, index: int, text: Delta, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
-        return _choice(
-            index, text=text, logprobs=completion_body(tokens), finish_reason=finish_reason
-        )
+        return _choice(index, text=text, logprobs=_logprobs(tokens), finish_reason=finish_reason)
 
 
 Shape = ChatShape | CompletionShape
@@ -447,15 +393,6 @@ class Envelope:
             "model": self.model,
             "choices": choices,
         }
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """Return `body` as a server-sent event."""
-    return b"data: " + encode(body) + b"\n\n"
-
-
-def _error_event(error: ApiError) -> bytes:
-    return event(error.body)
 
 
 def _choice(

@@ -28,10 +28,10 @@ from vlm_worker.gateway.body import (
 from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.dialect import Dialect
 from vlm_worker.gateway.endpoint import Endpoint, Exchange, run_until_ended
+from vlm_worker.gateway.http_response import Response, encode
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.prompts import Prompt, check_context
 from vlm_worker.gateway.request_guard import unguarded
-from vlm_worker.gateway.responses import Response, encode
 from vlm_worker.gateway.turns import Steps
 
 MAX_MODEL: Final = 256

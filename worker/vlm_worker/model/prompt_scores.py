@@ -59,8 +59,8 @@ def _score(
     gaps = chosen_S1.float() - logits_SV.gather(-1, first[:, None]).float()
     logprobs = gaps[:, 0].cpu().numpy() + best.logprobs
     ranks = (logits_SV > chosen_S1).sum(dim=-1).cpu().numpy() + 1
-    # the same value as in the list of the best ones, to the last bit
-    at = best.top_ids == token_ids[:, None]
+    # the same value as in the list of the best ones, to the last bit; rows without values list id 0
+    at = (best.top_ids == token_ids[:, None]) & is_finite[:, None]
     logprobs[at.any(axis=1)] = best.top_logprobs[at]
     logprobs[~is_finite] = np.nan
     return logprobs, ranks.astype(np.int64), best.top_ids, best.top_logprobs

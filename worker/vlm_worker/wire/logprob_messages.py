@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from typing import Final
 
 from vlm_worker import annotations as an
@@ -31,12 +33,44 @@ def _encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def _check_prompt(prompt: PromptLogprobs) -> None:
-    if len(prompt.ranks) != len(prompt.logprobs):
-        raise InvalidRequestError("prompt_logprobs.ranks must be one per token")
-    if not all(1 <= rank <= an.MAX_TOKEN_ID for rank in prompt.ranks):
-        raise InvalidRequestError(f"prompt_logprobs.ranks must be 1 to {an.MAX_TOKEN_ID}")
+def _decode_prompt(message: pb.PromptLogprobs, path: str) -> PromptLogprobs:
+    rows, ranks = message.logprobs, array("I", message.ranks)
+    if not 1 <= message.first_index <= an.MAX_TOKENS:
+        raise InvalidRequestError(f"{path}first_index must be 1 to {an.MAX_TOKENS}")
+    if not 1 <= len(rows) <= an.MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(f"{path}logprobs must have 1 to {an.MAX_PROMPT_LOGPROBS} items")
+    if len(ranks) != len(rows) or not all(1 <= rank <= an.MAX_TOKEN_ID for rank in ranks):
+        raise InvalidRequestError(f"{path}ranks must be one per token, 1 to {an.MAX_TOKEN_ID}")
+    num_top = len(rows[0].top_token_ids)
+    has_top = (len(row.top_token_ids) == len(row.top_logprobs) == num_top for row in rows)
+    if num_top > an.MAX_LOGPROBS or not all(has_top):
+        raise InvalidRequestError(
+            f"{path}logprobs must have equally many top_logprobs, up to {an.MAX_LOGPROBS}, "
+            "and as many top_token_ids"
+        )
+    logprobs, top_ids, top_logprobs = array("f"), array("I"), array("f")
+    logprobs.fromlist([row.logprob for row in rows])
+    for row in rows:
+        top_ids.fromlist(list(row.top_token_ids))
+        top_logprobs.fromlist(list(row.top_logprobs))
+    # The logarithm of a probability: not NaN, and at most 0 apart from rounding.
+    if not all(value <= 1.0 for value in itertools.chain(logprobs, top_logprobs)):
+        raise InvalidRequestError(f"{path}logprob must be the logarithm of a probability")
+    return PromptLogprobs(message.first_index, logprobs, ranks, num_top, top_ids, top_logprobs)
+
+
+def _encode_prompt(prompt: PromptLogprobs) -> pb.PromptLogprobs:
+    rows = [
+        pb.TokenLogprobs(
+            logprob=logprob,
+            top_token_ids=prompt.top_ids[at : at + prompt.num_top].tolist(),
+            top_logprobs=prompt.top_logprobs[at : at + prompt.num_top].tolist(),
+        )
+        for logprob, at in zip(prompt.logprobs, itertools.count(0, prompt.num_top), strict=False)
+    ]
+    ranks = prompt.ranks.tolist()
+    return pb.PromptLogprobs(first_index=prompt.first_index, logprobs=rows, ranks=ranks)
 
 
 LOGPROBS: Final = Codec.by_hand(TokenLogprobs, decode=_decode_logprobs, encode=_encode_logprobs)
-PROMPT_LOGPROBS: Final = Codec(PromptLogprobs, pb.PromptLogprobs, check=_check_prompt)
+PROMPT_LOGPROBS: Final = Codec.by_hand(PromptLogprobs, decode=_decode_prompt, encode=_encode_prompt)

@@ -96,7 +96,7 @@ class Attempt:
         self._clean = False
 
     async def run(self) -> FinishReason:
-        """Run the attempt; raises the WorkerError of the call that failed first.
+        """Run the attempt; raises the error of the call, or of the delivery, that failed first.
 
         All its calls have ended when it returns or raises.
         """
@@ -110,17 +110,31 @@ class Attempt:
                     # count it before other requests choose a route, so that they spread
                     self.pods.client(self._route.decode.pod)
                 self._start(self._serve())
-                reason = await self._ended
+                reason = await self._outcome()
                 self._record_answer()
                 return reason
             finally:
-                if self._renewal is not None:
-                    self._renewal.cancel()
-                for task in self._tasks:
-                    task.cancel()
+                self._cancel_tasks()
                 if not self._clean:
                     self.pods.cancel_everywhere()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _outcome(self) -> FinishReason:
+        """Wait for the end, and for a token in delivery: no later attempt would send it."""
+        try:
+            return await self._ended
+        finally:
+            if not self._ended.cancelled():  # else the request ends, and nobody reads the token
+                async with self._delivered.turn:
+                    self._cancel_tasks()
+                if self._delivered.failure is not None:
+                    raise self._delivered.failure
+
+    def _cancel_tasks(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def _serve(self) -> None:
         # most attempts are accepted before the first renewal, and need no task for it

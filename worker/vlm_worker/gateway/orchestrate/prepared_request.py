@@ -43,7 +43,8 @@ class PreparedRequest:
         wake_timeout_seconds: maximum wait for the pods of a service at zero; 0 if it never is.
         digests: what pods may hold of it from earlier requests.
         priority: requests of a larger priority run first.
-        num_bytes: bytes of images and texts.
+        num_bytes: bytes of images and texts, and `num_shown_bytes`.
+        num_shown_bytes: memory of the log-probabilities that its choices show of the prompt.
         answer_form: how its answers are read; None: they are content alone.
         next_turn: returns the beginning of the next turn's prompt, by the answer's message as the
             client has it. It may take milliseconds. None if nothing is prefetched.
@@ -67,6 +68,7 @@ class PreparedRequest:
     max_hold_seconds: float = 0.0
     wake_timeout_seconds: float = 0.0
     num_bytes: int = 0
+    num_shown_bytes: int = 0
     answer_form: AnswerForm | None = None
     next_turn: Callable[[Mapping[str, Any]], Prompt | None] | None = None
     pins_session: bool = False
@@ -112,13 +114,14 @@ class DeliveredTokens:
     `emit` gets each token, with its log-probabilities if requested. It returns False when the
     client needs no more (a stop string). `prompt` is the computed prompt: corrupt images may be
     left out. `scored` has its log-probabilities, all of one attempt, before the first token; None
-    if they are not wanted.
+    if they are not wanted. `turn` is locked while tokens are delivered. `failure` is the error of
+    `emit`: a token is lost, so no attempt may go on.
     """
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         self._grown = asyncio.Event()
         self.token_ids: list[int] = []
         self.prompt: Prompt | None = None
@@ -126,6 +129,7 @@ class DeliveredTokens:
         self._parts: list[PromptLogprobs] = []
         self.num_cached_tokens = 0
         self.complete = False
+        self.failure: Exception | None = None
 
     async def deliver(
         self,
@@ -134,7 +138,7 @@ class DeliveredTokens:
         logprobs: Sequence[TokenLogprobs | None] = (),
     ) -> None:
         """Deliver tokens from `first_index` on; drop known ones, keep early ones for later."""
-        async with self._turn:
+        async with self.turn:
             tokens = zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
             for index, token in enumerate(tokens, first_index):
                 if index >= len(self.token_ids):
@@ -142,7 +146,11 @@ class DeliveredTokens:
             while not self.complete and len(self.token_ids) in self._early:
                 token_id, its_logprobs = self._early.pop(len(self.token_ids))
                 self.token_ids.append(token_id)
-                self.complete = not await self._emit(token_id, its_logprobs)
+                try:
+                    self.complete = not await self._emit(token_id, its_logprobs)
+                except Exception as error:
+                    self.failure = error
+                    raise
             self._grown.set()
 
     def take_scores(self, part: PromptLogprobs) -> None:
@@ -157,21 +165,15 @@ class DeliveredTokens:
             CorruptTransferError: they are not those of all tokens, in order.
         """
         assert self.prompt is not None
-        token_ids, parts = self.prompt.token_ids, self._parts
-        expected = 1
-        for part in parts:
-            if part.first_index != expected:
-                break
-            expected += len(part.logprobs)
-        else:
-            if expected == len(token_ids):
-                logprobs = tuple(one for part in parts for one in part.logprobs)
-                ranks = tuple(rank for part in parts for rank in part.ranks)
-                self.scored = ScoredPrompt(tuple(token_ids), logprobs, ranks)
-                return
-        raise CorruptTransferError(
-            f"prefill sent log-probabilities up to token {expected} of {len(token_ids)} of a prompt"
-        )
+        scored = ScoredPrompt.of(self.prompt.token_ids, self._parts)
+        if scored is None:
+            num_sent = sum(len(part.logprobs) for part in self._parts)
+            raise CorruptTransferError(
+                f"prefill sent {num_sent} log-probabilities, not in order those of the "
+                f"{len(self.prompt.token_ids)} tokens of a prompt"
+            )
+        self.scored = scored
+        self._parts.clear()
 
     def forget_early(self) -> None:
         """Drop tokens and log-probabilities of the prompt that a lost attempt sent too early."""

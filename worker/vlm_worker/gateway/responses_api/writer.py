@@ -12,7 +12,8 @@ from typing import Any
 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.detokenization import TextChunk
-from vlm_worker.gateway.responses import Envelope, Response, ResponseWriter, Usage, encode
+from vlm_worker.gateway.http_response import Response, encode
+from vlm_worker.gateway.responses import Envelope, ResponseWriter, Usage
 from vlm_worker.gateway.responses_api.output import Event, Output
 from vlm_worker.gateway.responses_api.translation import Repeated
 from vlm_worker.types import FinishReason, SamplingParams
