@@ -79,7 +79,11 @@ def prepare(engine: Engine) -> Ready:
         UnavailableError: packages, a compiler or disk are missing.
     """
     source = peer_model.make(FOLDER / f"model-{digest((HERE / 'peer_model.py').read_text())}")
-    python = environment(FOLDER, engine.pins, engine.apart) if engine.pins else Path(sys.executable)
+    python = (
+        environment(FOLDER, engine.pins, apart=engine.apart)
+        if engine.pins
+        else Path(sys.executable)
+    )
     if engine.convert is None:
         return Ready(python, source)
     target = source.with_name(

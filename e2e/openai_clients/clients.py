@@ -24,10 +24,13 @@ class OpenAIClient:
     Attributes:
         script: in `SCRIPTS`; `.py` runs in a virtual environment, `.mjs` in Node.
         pins: packages with versions; none: the script runs in the project's own environment.
+        lent: packages that the script imports from the project's environment. PyPI's torch with
+            CUDA has 5 GB.
     """
 
     script: str
     pins: tuple[str, ...] = ()
+    lent: tuple[str, ...] = ()
 
 
 CLIENTS = {
@@ -41,8 +44,11 @@ CLIENTS = {
     "LiteLLM": OpenAIClient("by_litellm.py", ("litellm==1.110.2",)),
     "instructor": OpenAIClient("by_instructor.py", ("instructor==1.17.0", "pillow==13.0.0")),
     "OpenAI Agents SDK": OpenAIClient("by_agents.py", ("openai-agents==0.24.0",)),
-    "lm-evaluation-harness": OpenAIClient("by_lm_eval.py", ("lm-eval[api]==0.4.13",)),
-    "GuideLLM": OpenAIClient("by_guidellm.py", ("guidellm==0.8.1",)),
+    "lm-evaluation-harness": OpenAIClient(
+        "by_lm_eval.py", ("lm-eval[api]==0.4.13", "transformers==5.23.0", "pillow==13.0.0")
+    ),
+    "GuideLLM": OpenAIClient("by_guidellm.py", ("guidellm[vision]==0.8.1",), ("torch",)),
+    "Open WebUI": OpenAIClient("by_open_webui.py", ("open-webui==0.12.4",), ("torch",)),
 }
 
 
@@ -59,7 +65,11 @@ def command_of(client: OpenAIClient, work: Path) -> list[str]:
     scripts = work / "scripts"
     shutil.copytree(SCRIPTS, scripts)
     if client.script.endswith(".py"):
-        python = environment(FOLDER, client.pins) if client.pins else Path(sys.executable)
+        python = (
+            environment(FOLDER, client.pins, lent=client.lent)
+            if client.pins
+            else Path(sys.executable)
+        )
         return [str(python), str(scripts / client.script)]
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:

@@ -3,6 +3,7 @@
     make clients                              # all; installs them if they are missing
     make clients ARGS='--client "AI SDK"'
     make clients ARGS=--write                 # also the table in docs/openai.md
+    make clients ARGS='--write --client LiteLLM'   # only the row of this client
 
 The server is a process of its own with the `shapes` model. Its template writes tools as hermes
 models do, because the one that `shapes` has knows none.
@@ -34,7 +35,8 @@ MODEL = ROOT / "examples" / "shapes" / "model"
 IMAGE = ROOT / "examples" / "quickstart" / "image.png"
 PAGE = ROOT / "docs" / "openai.md"
 START, END = "<!-- clients: start -->", "<!-- clients: end -->"
-SCRIPT_SECONDS = 300.0
+HEADER = ("| client | version | calls |", "| --- | --- | --- |")
+SCRIPT_SECONDS = 600.0
 LOG_CHARS = 4000
 
 
@@ -46,9 +48,23 @@ class Call:
     error: str | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is ready.
+
+    Attributes:
+        url: with `/v1`.
+        metrics: the URL of the gateway's metrics.
+        model: the folder of its model.
+    """
+
+    url: str
+    metrics: str
+    model: Path
+
+
 @contextlib.contextmanager
-def served() -> Iterator[tuple[str, Path]]:
-    """A server that is ready: its URL with `/v1`, and the folder of its model."""
+def served() -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         shutil.copytree(MODEL, model)
@@ -60,25 +76,26 @@ def served() -> Iterator[tuple[str, Path]]:
             assert server.stderr is not None
             reader = threading.Thread(target=server.stderr.read)  # it never waits to print
             try:
-                url = _url(server.stderr)
+                metrics = _url(server.stderr, r"metrics of the gateway: (\S+)")
+                url = _url(server.stderr, r"is served at (\S+);")
                 reader.start()
-                yield url, model
+                yield Server(url, metrics, model)
             finally:
                 server.terminate()
                 if reader.ident is not None:
                     reader.join()
 
 
-def _url(lines: Iterable[str]) -> str:
+def _url(lines: Iterable[str], pattern: str) -> str:
     told = []
     for line in lines:
         told.append(line)
-        if found := re.search(r"is served at (\S+);", line):
+        if found := re.search(pattern, line):
             return found[1]
     raise RuntimeError(f"the server ended: {''.join(told)[-LOG_CHARS:]}")
 
 
-def calls_of(name: str, url: str, model: Path) -> list[Call]:
+def calls_of(name: str, server: Server) -> list[Call]:
     """Run the script of a client; what it did not report is a failed call.
 
     Raises:
@@ -88,8 +105,9 @@ def calls_of(name: str, url: str, model: Path) -> list[Call]:
         command = command_of(CLIENTS[name], Path(work))
         environment = {
             **os.environ,
-            "BASE_URL": url, "MODEL": "shapes", "MODEL_DIR": str(model), "IMAGE": str(IMAGE),
-            "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": url, "HF_HUB_OFFLINE": "1",
+            "BASE_URL": server.url, "METRICS_URL": server.metrics, "MODEL": "shapes",
+            "MODEL_DIR": str(server.model), "IMAGE": str(IMAGE), "OPENAI_API_KEY": "none",
+            "OPENAI_BASE_URL": server.url, "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         try:
             done = subprocess.run(
@@ -111,14 +129,20 @@ def calls_of(name: str, url: str, model: Path) -> list[Call]:
     return calls or [Call("the script", "it reported no call")]
 
 
-def table(results: dict[str, list[Call]]) -> str:
-    """The table of docs/openai.md."""
-    lines = ["| client | version | calls |", "| --- | --- | --- |"]
-    for name, calls in results.items():
-        done = [call.name for call in calls if call.error is None]
-        failed = [f"**fails: {call.name}**" for call in calls if call.error is not None]
-        lines.append(f"| {name} | {version_of(CLIENTS[name])} | {'; '.join([*done, *failed])} |")
-    return "\n".join(lines)
+def row(name: str, calls: list[Call]) -> str:
+    """One client's row in the table of docs/openai.md."""
+    done = [call.name for call in calls if call.error is None]
+    failed = [f"**fails: {call.name}**" for call in calls if call.error is not None]
+    return f"| {name} | {version_of(CLIENTS[name])} | {'; '.join([*done, *failed])} |"
+
+
+def with_rows(page: str, rows: dict[str, str]) -> str:
+    """The page with these rows in its table; rows of other clients stay as they are."""
+    before, _, rest = page.partition(START)
+    old, _, after = rest.partition(END)
+    all_rows = {line.split(" | ")[0].removeprefix("| "): line for line in old.split("\n")} | rows
+    table = "\n".join([*HEADER, *(all_rows[name] for name in CLIENTS if name in all_rows)])
+    return f"{before}{START}\n\n{table}\n\n{END}{after}"
 
 
 def main() -> int:
@@ -130,10 +154,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table of docs/openai.md")
     arguments = parser.parse_args()
     results: dict[str, list[Call]] = {}
-    with served() as (url, model):
+    with served() as server:
         for name in arguments.client or CLIENTS:
             try:
-                results[name] = calls_of(name, url, model)
+                results[name] = calls_of(name, server)
             except UnavailableError as error:
                 print(f"skipped {name}: {error}")
                 continue
@@ -142,9 +166,8 @@ def main() -> int:
                 if call.error:
                     print(f"      {call.error}")
     if arguments.write:
-        text = PAGE.read_text()
-        before, after = text.partition(START)[0], text.partition(END)[2]
-        PAGE.write_text(f"{before}{START}\n\n{table(results)}\n\n{END}{after}")
+        rows = {name: row(name, calls) for name, calls in results.items()}
+        PAGE.write_text(with_rows(PAGE.read_text(), rows))
     return int(any(call.error for calls in results.values() for call in calls))
 
 

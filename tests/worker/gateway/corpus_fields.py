@@ -57,7 +57,7 @@ FIELD_ROWS = [
         "max_tokens",
     ),
     Bad("a seed beyond 64 bits", chat(seed=2**63), 400, "invalid_value", "seed"),
-    Bad("five stop strings", chat(stop=list("abcde")), 400, "invalid_value", "stop"),
+    Bad("17 stop strings", chat(stop=list("abcdefghijklmnopq")), 400, "invalid_value", "stop"),
     Bad("an empty stop string", chat(stop=[""]), 400, "invalid_value", "stop[0]"),
     Bad("a stop string too long", chat(stop="x" * 257), 400, "invalid_value", "stop"),
     Bad("a stop that is a number", chat(stop=5), 400, "invalid_type", "stop"),
@@ -68,6 +68,13 @@ FIELD_ROWS = [
         400,
         "invalid_value",
         "stream_options",
+    ),
+    Bad(
+        "usage in each chunk without usage",
+        chat(stream=True, stream_options={"continuous_usage_stats": True}),
+        400,
+        "invalid_value",
+        "stream_options.continuous_usage_stats",
     ),
     Bad(
         "an unknown stream option",

@@ -115,7 +115,7 @@ async def test_probes_and_preflights_write_no_line(
 ) -> None:
     caplog.set_level(logging.INFO)
     async with stack(*P_D, config=config, api_keys_dir=keys) as served:
-        for path in ("/healthz", "/readyz"):
+        for path in ("/healthz", "/readyz", "/health"):
             assert (await ask(served, "GET", path)).status_code == 200
         headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
         preflight = await ask(served, "OPTIONS", "/v1/completions", headers=headers)

@@ -82,7 +82,8 @@ async def test_every_path_but_health_needs_a_key(keys: Path, headers: dict[str, 
         answer = await raw(gateway.url, "POST /v1/chat/completions HTTP/1.1", **headers)
         assert b" 401 " in answer.splitlines()[0]
         assert (await get(f"{gateway.url}/healthz")).status_code == 200
-        assert (await get(f"{gateway.url}/readyz")).status_code == 503
+        for path in ("/readyz", "/health"):
+            assert (await get(f"{gateway.url}{path}")).status_code == 503
         models = await get(f"{gateway.url}/v1/models", authorization="bearer alice-key")
         assert models.status_code == 200
 

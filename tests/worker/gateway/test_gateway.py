@@ -290,7 +290,7 @@ async def test_a_gateway_whose_worker_failed_for_good_says_so_and_ends_at_once()
     async with streaming(drain_timeout_seconds=600.0) as running_stream:
         gateway = running_stream.served.gateway
         gateway.context.fail("the engine cannot go on: the device is lost")
-        for path in ("/healthz", "/readyz"):
+        for path in ("/healthz", "/readyz", "/health"):
             answer = await get(f"{gateway.url}{path}")
             assert (answer.status_code, "device is lost" in answer.text) == (503, True)
         async with api(gateway.url) as client:

@@ -14,6 +14,7 @@ import pytest
 from worker.gateway.test_text_assembler import falls_back, with_bytes
 
 from vlm_worker.core.token_texts import TokenTexts
+from vlm_worker.gateway.api.schema import StreamUsage
 from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.echo import Echo, ScoredPrompt, completion_body
 from vlm_worker.gateway.http_response import MESSAGE_BYTES, Response
@@ -74,7 +75,7 @@ async def written(echo: Echo, texts: Texts, *, stream: bool) -> Client:
     prompt = scored(LONG_PROMPT)
     writer = ResponseWriter(
         Response(client.send),
-        Envelope(CompletionShape(), "r", created=0, model="m", include_usage=False),
+        Envelope(CompletionShape(), "r", created=0, model="m", usage=StreamUsage.NONE),
         stream=stream,
         assemblers=[
             TextAssembler(falls_back(), TokenTexts(falls_back()), stop=()) for _ in range(2)
@@ -87,7 +88,7 @@ async def written(echo: Echo, texts: Texts, *, stream: bool) -> Client:
     )
 
     async def answer(choice: int) -> None:
-        writer.begin(choice, prompt)
+        writer.begin(choice, prompt, lambda: Usage(0, 1, 0, 1))
         for token_id in with_bytes("yes"):
             await writer.emit(choice, token_id, None)
         await writer.finish(choice, FinishReason.LENGTH)
@@ -162,7 +163,7 @@ async def test_a_stop_string_in_the_last_run_of_bytes_is_why_the_answer_ends(
     client = Client()
     writer = ResponseWriter(
         Response(client.send),
-        Envelope(CompletionShape(), "r", created=0, model="m", include_usage=False),
+        Envelope(CompletionShape(), "r", created=0, model="m", usage=StreamUsage.NONE),
         stream=stream,
         assemblers=[TextAssembler(falls_back(), TokenTexts(falls_back()), stop=("한😀",))],
         with_logprobs=False,

@@ -68,6 +68,20 @@ async def test_usage_comes_once_in_a_chunk_of_its_own_when_asked_for(served: Sta
     assert usage["prompt_tokens_details"]["audio_tokens"] == 0
 
 
+async def test_each_chunk_has_the_usage_so_far_if_asked_for(served: Stack) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = await lines(served, stream_options=options, n=2)
+    usages = [json.loads(line.removeprefix(b"data: "))["usage"] for line in found[:-4:2]]
+    counts = [one["completion_tokens"] for one in usages]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 20)
+    assert all(
+        one["total_tokens"] == usages[0]["prompt_tokens"] + n
+        for one, n in zip(usages, counts, strict=True)
+    )
+    assert {one["prompt_tokens_details"]["image_tokens"] for one in usages} == {12}
+
+
 async def test_an_answer_ends_before_a_stop_string_and_frees_everything(served: Stack) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{served.url}/v1", api_key="none", max_retries=0

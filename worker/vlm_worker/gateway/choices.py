@@ -108,6 +108,7 @@ class Choices:
             await self._answer(0)
         else:
             await self._answer_all()
+        assert all(one.delivered.prompt is not None for one in self._firsts)
         await self._writer.end(self._usage())
 
     async def _answer_all(self) -> None:
@@ -129,7 +130,7 @@ class Choices:
         async def emit(token_id: int, logprobs: TokenLogprobs | None) -> bool:
             # the first choice of a prompt has its log-probabilities, before any token
             first = self._generations[index - index % self.count]
-            self._writer.begin(index, first.delivered.scored)
+            self._writer.begin(index, first.delivered.scored, self._usage)
             more = await self._writer.emit(index, token_id, logprobs)
             self._begun[index // self.count].set()
             return more
@@ -137,9 +138,8 @@ class Choices:
         return emit
 
     def _usage(self) -> Usage:
-        firsts = [one.delivered for one in self._firsts]
-        prompts = [one.prompt for one in firsts if one.prompt is not None]
-        assert len(prompts) == len(firsts)
+        """The usage so far: the prompts that pods have, and the tokens of their answers."""
+        prompts = [one.delivered.prompt for one in self._firsts if one.delivered.prompt is not None]
         return Usage(
             image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
             text_tokens=sum(prompt.num_text_tokens for prompt in prompts),

@@ -269,7 +269,7 @@ class Endpoint:
             request_id=prepared.request_id,
             created=int(time.time()),
             model=options.model,
-            include_usage=options.include_usage,
+            usage=options.usage,
         )
         return exchange.dialect.writer(prepared)(
             response,

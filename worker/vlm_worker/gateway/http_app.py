@@ -5,7 +5,7 @@ CorsApp
 AuthMiddleware ─▶ Router ─▶ /v1/chat/completions  /v1/completions  /v1/responses   Endpoint
                        /tokenize  /detokenize                                    without workers
                        /v1/models  /v1/models/{id}
-                       /healthz  /readyz              /stats and /metrics on the admin port only
+                       /healthz  /readyz  /health     /stats and /metrics on the admin port only
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vlm_worker.gateway.http_response import Response, Send, encode
 from vlm_worker.gateway.responses_api.dialect import ResponsesDialect
 from vlm_worker.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,64}")
 
 
@@ -46,6 +46,7 @@ def public_app(context: GatewayContext) -> CorsApp:
             Route("/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
             Route("/v1/models", pages.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", pages.model, methods=["GET"]),
+            Route("/health", pages.readyz, methods=["GET"]),  # vLLM's name, which its clients ask
             *pages.common,
         ],
         exception_handlers={ApiError: _refused, HTTPException: _not_found},

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from vlm_worker.core.token_texts import TokenTexts
+from vlm_worker.gateway.api.schema import StreamUsage
 from vlm_worker.gateway.detokenization import ChosenToken, TextAssembler, TextChunk
 from vlm_worker.gateway.echo import NO_ECHO, Echo, ScoredPrompt, after, completion_body
 from vlm_worker.gateway.http_response import Json, Response, encode, event
@@ -62,6 +63,7 @@ class ResponseWriter:
         self._echoes = echoes or [NO_ECHO] * len(assemblers)
         self._texts = texts
         self._prompts: dict[int, ScoredPrompt | None] = {}
+        self._usage: Callable[[], Usage] | None = None
         self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
@@ -70,9 +72,13 @@ class ResponseWriter:
         self._whole: dict[int, dict[str, Any]] = {}
         self._apart: dict[int, list[list[Json]]] = {}
 
-    def begin(self, index: int, prompt: ScoredPrompt | None) -> None:
-        """Begin a choice, before its first token, with the log-probabilities of its prompt."""
+    def begin(self, index: int, prompt: ScoredPrompt | None, usage: Callable[[], Usage]) -> None:
+        """Begin a choice, before its first token, with the log-probabilities of its prompt.
+
+        `usage` returns that of the request so far.
+        """
         self._prompts.setdefault(index, prompt)
+        self._usage = usage
 
     async def emit(self, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Deliver a token of a choice; return False once the answer is complete.
@@ -101,7 +107,7 @@ class ResponseWriter:
         shape = self._envelope.shape
         if self._stream:
             last = [shape.last(index, finish_reason)]
-            await self._response.write(self._envelope.chunk(last, extra=self._timing))
+            await self._write(last, extra=self._timing)
             return
         held, echo = self._held[index], self._echoes[index]
         text = "".join(piece.text for piece in held)
@@ -138,7 +144,7 @@ class ResponseWriter:
             else:
                 await self._response.whole(200, body, {})
             return
-        if envelope.include_usage:
+        if envelope.usage is not StreamUsage.NONE:
             await self._response.write(envelope.chunk([], usage=usage, extra=self._timing))
         await self._response.write(DONE)
         await self._response.end()
@@ -194,21 +200,34 @@ class ResponseWriter:
                     index, delta, self._shown(tokens), is_first=first and delta is deltas[0]
                 )
                 tokens = ()
-                await self._response.write(self._envelope.chunk([choice]))
+                await self._write([choice])
         if first and index == 0:  # the trace is of the first choice
             self._trace.first_byte_sent()
+
+    async def _write(
+        self, choices: list[dict[str, Any]], *, extra: dict[str, Any] | None = None
+    ) -> None:
+        chunk = self._envelope.chunk(choices, usage=self._usage_so_far, extra=extra)
+        await self._response.write(chunk)
+
+    @property
+    def _usage_so_far(self) -> Usage | None:
+        """That of a chunk which is not the last one; None if these have none."""
+        if self._envelope.usage is not StreamUsage.IN_EACH or self._usage is None:
+            return None
+        return self._with_reasoning(self._usage())
 
     async def _write_prompt(self, index: int) -> None:
         """Write the text and the tokens of a prompt, some of them in each event."""
         envelope, (texts, prompt) = self._envelope, self._scored(index)
-        chunks = self._echoes[index].chunks(texts, prompt)
+        chunks, usage = self._echoes[index].chunks(texts, prompt), self._usage_so_far
 
         def event() -> bytes | None:
             chunk = next(chunks, None)
             if chunk is None:
                 return None
             choice = envelope.shape.next(index, chunk.text, chunk.tokens, is_first=False)
-            return envelope.chunk([choice])
+            return envelope.chunk([choice], usage=usage)
 
         while (made := await _make(event, prompt)) is not None:
             await self._response.write(made)
@@ -360,13 +379,13 @@ Shape = ChatShape | CompletionShape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Envelope:
-    """The common fields of all chunks of one answer."""
+    """The common fields of all chunks of one answer; `usage` is of a stream."""
 
     shape: Shape
     request_id: str
     created: int
     model: str
-    include_usage: bool
+    usage: StreamUsage
 
     def chunk(
         self,
@@ -377,7 +396,7 @@ class Envelope:
     ) -> bytes:
         """Return a server-sent event. The last one of a stream has the usage and no choice."""
         body = self._body(self.shape.chunk_object, choices)
-        if self.include_usage:
+        if self.usage is not StreamUsage.NONE:
             body["usage"] = usage.body if usage else None
         return event(body | (extra or {}))
 

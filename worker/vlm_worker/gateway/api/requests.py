@@ -19,7 +19,7 @@ from vlm_worker.annotations import (
 from vlm_worker.gateway.api import schema
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.parts import ImagePart, TextPart, parse_part
-from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, check_text, refuse
+from vlm_worker.gateway.api.schema import MAX_TEXT, Fields, StreamUsage, check_text, refuse
 from vlm_worker.gateway.api.tools import MAX_ID, CallsParser, ToolCall, ToolUse, parse_tools
 from vlm_worker.gateway.grammar import Grammar, of_response_format
 from vlm_worker.gateway.turns import Steps
@@ -247,7 +247,7 @@ def _wrong(message: str) -> ApiError:
 MAX_MESSAGES = 1024
 MAX_TOKENS = 2**20
 MAX_CHOICES = 8
-MAX_STOPS = 4
+MAX_STOPS = 16  # OpenAI takes 4; tasks of lm-evaluation-harness send more
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_SESSION_KEY = 256
@@ -264,7 +264,7 @@ class Options:
     sampling: SamplingOptions
     stop: tuple[str, ...]
     stream: bool
-    include_usage: bool
+    usage: StreamUsage
     logged: dict[str, Any]
 
 
@@ -344,7 +344,7 @@ def take_options(
         sampling=sampling,
         stop=_stop(fields),
         stream=stream,
-        include_usage=_include_usage(fields, stream),
+        usage=_stream_usage(fields, stream),
         logged=_logged(fields),
     )
 
@@ -383,16 +383,24 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     )
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def _stream_usage(fields: Fields, stream: bool) -> StreamUsage:
     options = fields.child("stream_options")
     if options is None:
-        return False
+        return StreamUsage.NONE
     if not stream:
         raise invalid("'stream_options' needs 'stream': true.", param="stream_options")
     include = options.boolean("include_usage") or False
+    in_each = options.boolean("continuous_usage_stats") or False
+    if in_each and not include:
+        raise invalid(
+            "'continuous_usage_stats' needs 'include_usage': true.",
+            param="stream_options.continuous_usage_stats",
+        )
     options.only("include_obfuscation", (False,), "chunks are not padded.")
     options.done()
-    return include
+    if in_each:
+        return StreamUsage.IN_EACH
+    return StreamUsage.AT_END if include else StreamUsage.NONE
 
 
 def _logged(fields: Fields) -> dict[str, Any]:

@@ -181,6 +181,14 @@ def _same(value: Any, allowed: Any) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
+class StreamUsage(enum.Enum):
+    """Which chunks of a stream have `usage`; the others of a stream with usage have null."""
+
+    NONE = enum.auto()
+    AT_END = enum.auto()
+    IN_EACH = enum.auto()
+
+
 class Support(enum.StrEnum):
     SUPPORTED = "supported"
     LOGGED = "logged"
@@ -217,9 +225,12 @@ def _sampling(*, is_extension: bool) -> list[Parameter]:
 _SHARED: Final = (
     _supported("model", "required: the served name; any other is 404 `model_not_found`"),
     *_sampling(is_extension=False),
-    _supported("stop", "a string or up to 4 of 1 to 256 characters; found across token borders"),
+    _supported("stop", "a string or up to 16 of 1 to 256 characters; found across token borders"),
     _supported("stream", "server-sent events"),
-    _supported("stream_options", "`include_usage`; only with `stream`"),
+    _supported(
+        "stream_options",
+        "`include_usage`, and vLLM's `continuous_usage_stats` beside it; only with `stream`",
+    ),
     _supported("n", "1 to 8 choices; each draws by its own seed, made from the request's"),
     _supported("logit_bias", "up to 1024 pairs: token id to a number from -100 to 100"),
     _logged("user", "up to 256 characters; written to the log, used for nothing else"),
