@@ -27,4 +27,4 @@ def test_each_row_equals_the_code():
             spec.image_processors
         )
         assert positions == spec.positions
-        assert attention == ("both directions" if spec.bidirectional_spans else "causal")
+        assert attention == ("both directions" if spec.attends.keeps_images_whole else "causal")

@@ -11,7 +11,9 @@ from worker.authority import Authority
 
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
+from vlm_worker.attends import Attends
 from vlm_worker.core.measurements import Histogram
+from vlm_worker.core.probe import Verification
 from vlm_worker.engine.settings import (
     DiskStats,
     EncoderCacheStats,
@@ -54,6 +56,7 @@ def worker_exposition() -> str:
     counters = {
         metric.stats or metric.name: {"text": 1} if metric.label else 1 for metric in COUNTERS
     }
+    state.verification = Verification(Attends.CAUSAL, 1e-6)
     engine = EngineStats(
         encoder_cache=EncoderCacheStats(disk=DiskStats(capacity_bytes=1)),
         session_pins=SessionPinStats({"memory": 1}, {"memory": 1}, {"expired": 1}),

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 from vlm_worker import annotations as an
 from vlm_worker.annotations import Between, Parameter
+from vlm_worker.attends import Attends
 from vlm_worker.reduction import Cells, Reduction, cells_of, num_kept
 
 
@@ -241,6 +242,7 @@ class KVLayout:
 
     With `narrow`, tokens of this modality are stored in int8 or 4 bits, in blocks with the same
     bytes as the wide ones of `block_size` tokens (`core.block_kinds`, `vlm_kernels.mixed_blocks`).
+    `attends` is the mask that an unlisted family was found to have; None in listed ones.
     """
 
     model_revision: str
@@ -251,6 +253,7 @@ class KVLayout:
     dtype: str
     inner: str = "slot-major"
     narrow: Narrow | None = None
+    attends: Attends | None = None
 
     @property
     def num_parts(self) -> int:
@@ -344,16 +347,9 @@ class Source:
 
 # The stages of TTFT (docs/glossary.md). At each instant one stage owns the time.
 STAGES = (
-    "gateway",
-    "media",
-    "encoder_queue",
-    "encode",
-    "embed_transfer",
-    "decode_reserve",
-    "prefill_queue",
-    "prefill",
-    "other",
-)
+    "gateway", "media", "encoder_queue", "encode", "embed_transfer", "decode_reserve",
+    "prefill_queue", "prefill", "other",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Simulation:
         max_num_seqs: int,
         budget: int,
         whole_images: bool = False,
+        whole_prompts: bool = False,
         long_prefill_tokens: int | None = None,
         max_pending_blocks: int | None = None,
         visual_percent: int = 100,
@@ -101,7 +102,7 @@ class Simulation:
         permille: int = 0,
         kinds: BlockKinds | None = None,
     ) -> None:
-        self.permille = permille
+        self.permille, self.whole_prompts = permille, whole_prompts
         self.pool = BlockPool(
             num_blocks, block_size=BLOCK_SIZE, kinds=kinds, visual_percent=visual_percent
         )
@@ -154,6 +155,7 @@ class Simulation:
             lane=lane,
             for_peer=for_peer,
             embeddings=[embed(image) for image in work.images],
+            whole_prompt=self.whole_prompts,
             kept_permille=kept_permille_of(request, self.permille, min_history=1),
         )
         num_blocks = self.pool.kinds.of(sequence).num_blocks(sequence.num_tokens)

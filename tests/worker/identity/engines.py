@@ -12,6 +12,7 @@ from typing import Any, Self
 from worker.identity.law import Law, request_for
 from worker.identity.questions import Question
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady, NeedItems
@@ -19,14 +20,7 @@ from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
 from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.runner import ModelRunner
-from vlm_worker.types import (
-    FailedEvent,
-    FinishedEvent,
-    FinishReason,
-    Request,
-    Stage,
-    TokenEvent,
-)
+from vlm_worker.types import FailedEvent, FinishedEvent, FinishReason, Request, Stage, TokenEvent
 
 EOS = 2
 _numbers = itertools.count()
@@ -70,7 +64,8 @@ async def running(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_waiting": 4096,
         "max_waiting_images": 4096,
-        "whole_images": runner.family.spec.bidirectional_spans,
+        "whole_prompts": runner.family.spec.attends is Attends.PREFIX,
+        "whole_images": runner.family.spec.attends.keeps_images_whole,
         "strict": True,
     }
     settings = EngineSettings(**bounds | more)

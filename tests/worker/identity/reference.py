@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForImageTextToText
 from worker.identity.questions import NUM_PER_TASK, SHAPES, Question, questions
 
 from vlm_worker.core.families import load_family
@@ -49,9 +50,13 @@ def shapes_reference(
 def load_reference(model_dir: Path) -> Any:
     """The whole model, as transformers runs it; of any family."""
     spec = load_family(model_dir).spec
-    model_class = getattr(importlib.import_module(spec.module), spec.model_class)
+    model_class = AutoModelForImageTextToText
+    if spec.is_listed:
+        model_class = getattr(importlib.import_module(spec.module), spec.model_class)
     model = model_class.from_pretrained(model_dir, dtype=torch.float32).eval()
-    if spec.bidirectional_spans:  # the plain implementation honours every mask to the letter
+    if (
+        spec.attends.keeps_images_whole or not spec.is_listed
+    ):  # the plain implementation honours every mask to the letter
         model.set_attn_implementation("eager")
     return model
 
@@ -83,14 +88,17 @@ def _images(config: Any, question: Question) -> dict[str, torch.Tensor]:
     """What the family's own processor returns beside the tokens."""
     token_ids = torch.tensor([question.token_ids])
     types = (token_ids == config.image_token_id).int()
-    inputs = {"token_type_ids": types} if config.model_type == "gemma3" else {}
+    marks = {"gemma3": types, "paligemma": torch.zeros_like(token_ids)}
+    own = marks.get(config.model_type)
+    inputs = {} if own is None else {"token_type_ids": own}
     if not question.prepared_images:
         return inputs
     values = torch.cat(
         [torch.from_numpy(np.frombuffer(p.patches, np.float32)) for p in question.prepared_images]
     )
-    if not config.model_type.startswith("qwen"):
-        side = config.vision_config.image_size
+    if not hasattr(config.vision_config, "spatial_merge_size"):
+        size = config.vision_config.image_size
+        side = size if isinstance(size, int) else size[0]
         return {**inputs, "pixel_values": values.view(-1, 3, side, side)}
     grids = torch.tensor([image.grid_thw for image in question.prepared_images])
     return {

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from worker.identity.questions import Question
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.block_kinds import BlockKinds
 from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
 from vlm_worker.model.runner import ModelRunner
@@ -47,7 +48,9 @@ class Stepper:
         assert runner.kv_layout is not None
         self._runner, self._block_size = runner, runner.kv_layout.block_size
         self._kinds = BlockKinds.of_layout(runner.kv_layout)
-        self.bidirectional = runner.family.spec.bidirectional_spans
+        attends = runner.family.spec.attends
+        self.bidirectional = attends.keeps_images_whole
+        self._whole_prompts = attends is Attends.PREFIX
         order = np.random.default_rng(seed).permutation(np.arange(1, runner.num_blocks))
         self._free = order.astype(np.int32).tolist()
 
@@ -153,7 +156,9 @@ class Stepper:
         return [np.stack(rows) for rows in logits]
 
     def _spans(self, sequence: StepSequence) -> tuple[tuple[int, int], ...]:
-        """Images whose tokens see each other in both directions."""
+        """Images, or the prompt, whose tokens see each other in both directions."""
+        if self._whole_prompts:
+            return ((0, sequence.num_prompt),)
         items = sequence.items if self.bidirectional else ()
         return tuple((item.offset, item.end) for item in items)
 

@@ -76,7 +76,7 @@ async def test_answers_are_those_of_transformers_in_chunks_from_caches_and_conti
     case: Case, topology: str
 ) -> None:
     largest = max(item.num_tokens for q, _ in case.pairs for item in q.items)
-    whole_images = case.family.spec.bidirectional_spans
+    whole_images = case.family.spec.attends.keeps_images_whole
     assert whole_images or largest > BUDGET, "no chunk is cut inside an image"
     async with stages(case, topology) as (route, (encoder, prefill, _)):
         await hold_law(Law(case.pairs), route)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,9 +32,9 @@ def asked() -> list[Question]:
 
 
 @torch.inference_mode()
-def reference(question: Question) -> torch.Tensor:
+def reference(question: Question, model_dir: Path = SHAPES) -> torch.Tensor:
     """Log-probabilities `[P - 1, V]` behind each token of a prompt but the last."""
-    model = load_reference(SHAPES)
+    model = load_reference(model_dir)
     model.model.rope_deltas = None
     ids = torch.tensor([question.token_ids])
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
@@ -60,8 +61,10 @@ async def scores(engine: Engine, question: Question, name: str) -> list[tuple[To
     return found
 
 
-def check(question: Question, found: list[tuple[TokenLogprobs, int]]) -> None:
-    want = reference(question)
+def check(
+    question: Question, found: list[tuple[TokenLogprobs, int]], model_dir: Path = SHAPES
+) -> None:
+    want = reference(question, model_dir)
     assert len(found) == len(question.token_ids) - 1 == len(want)
     ids = torch.tensor(question.token_ids[1:])
     values = want.gather(-1, ids[:, None])[:, 0].numpy()

@@ -136,8 +136,10 @@ def without(name: str) -> Callable[[Path], None]:
             id="another family",
         ),
         pytest.param(
-            lambda d: edit(d, lambda c: c.update(auto_map={"AutoModel": "x.Y"})),
-            "auto_map names code .* never run",
+            lambda d: edit(
+                d, lambda c: c.update(model_type="internvl_chat", auto_map={"A": "x.Y"})
+            ),
+            r"'internvl_chat', which is not served; use the repository whose name ends in -HF",
             id="code in the model",
         ),
         pytest.param(
@@ -192,6 +194,15 @@ def test_an_unreadable_model_is_refused_with_path_and_fix(
     with pytest.raises(ModelConfigError, match=message) as caught:
         load_model(model_dir, LM)
     assert "config.json" in str(caught.value) or str(model_dir) in str(caught.value)
+
+
+def test_code_in_the_model_is_never_run(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (model_dir / "modeling.py").write_text("raise SystemExit('run')")
+    auto_map = {"AutoConfig": "modeling.A", "AutoModelForImageTextToText": "modeling.B"}
+    edit(model_dir, lambda config: config.update(auto_map=auto_map))
+    loaded = load_model(model_dir, LM)
+    assert "auto_map names code that comes with the model; it is never run" in caplog.messages
+    assert type(loaded.model).__module__.startswith("transformers.models.")
 
 
 @pytest.mark.parametrize("part", [None, "text_config"])

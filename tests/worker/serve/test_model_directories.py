@@ -109,7 +109,7 @@ def test_a_file_of_any_other_content_is_named(model: Path, name: str, content: b
     ("damage", "message"),
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method is 'awq'"),
-        ({"model_type": "internvl"}, "model_type is 'internvl', which is not served"),
+        ({"model_type": "molmo2"}, "model_type is 'molmo2', which is not served"),
         ({"text_config": {"vocab_size": "many"}}, "vocab_size must be an integer"),
     ],
 )

@@ -29,9 +29,16 @@ def chunk_of(
     """The tokens of the chunk at `start`, and whether a missing embedding ends it.
 
     With `whole_images`, an image, or the rest of it, runs in one chunk. So does a KV block in 4
-    bits (law M5 of `block_kinds`).
+    bits (law M5 of `block_kinds`), and a prompt whose tokens see each other both ways.
     """
     size = min(sequence.num_computable_tokens - start, budget)
+    if sequence.whole_prompt and start < sequence.request.num_prompt_tokens:
+        if any(
+            embedding is None and item.end > start
+            for item, embedding in zip(sequence.items, sequence.embeddings, strict=True)
+        ):
+            return 0, True
+        return (size if start + size >= sequence.request.num_prompt_tokens else 0), False
     for item, embedding in zip(sequence.items, sequence.embeddings, strict=True):
         if item.offset >= start + size:
             break

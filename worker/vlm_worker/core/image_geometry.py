@@ -1,7 +1,9 @@
 """Computes the patch grid and the number of tokens of an image, exactly as the model's processor.
 
 DynamicProcessor    near the image's own size        tokens grow with its pixels
+FramesProcessor     the same, as two frames          its bounds count the pixels of both
 FixedProcessor      every image becomes one size     a constant number of tokens
+TilesProcessor      a grid of tiles of one size      a constant number of tokens per tile
 """
 
 from __future__ import annotations
@@ -147,6 +149,50 @@ class DynamicProcessor(_Fields):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FramesProcessor(DynamicProcessor):
+    """As DynamicProcessor, but a still is `temporal_patch_size` frames for its bounds (GLM-4V).
+
+    `min_pixels` and `max_pixels` bound the pixels of all of them.
+    """
+
+    kind: ClassVar[str] = "frames"
+
+    @property
+    def max_tokens(self) -> int:
+        return max(1, self.max_pixels // self.temporal_patch_size // self.factor**2)
+
+    def capped(self, max_pixels: int) -> FramesProcessor:
+        """`max_pixels` counts those of one frame."""
+        capped = max_pixels * self.temporal_patch_size
+        if max_pixels <= 0 or capped >= self.max_pixels:
+            return self
+        return dataclasses.replace(self, max_pixels=max(self.min_pixels, capped))
+
+    def low_detail_pixels(self, max_pixels: int) -> int:
+        frames = self.temporal_patch_size
+        return max(self.min_pixels, min(max_pixels * frames, self.max_pixels // 4)) // frames
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The size to which transformers' Glm4vImageProcessor resizes an image."""
+        _check_aspect_ratio(height, width, max_ratio=None)
+        factor, frames = self.factor, self.temporal_patch_size
+        if height < factor or width < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        _check_aspect_ratio(height, width, max_ratio=MAX_ASPECT_RATIO)
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if frames * rows * columns > self.max_pixels:
+            shrink = math.sqrt((frames * height * width) / self.max_pixels)
+            rows = max(factor, math.floor(height / shrink / factor) * factor)
+            columns = max(factor, math.floor(width / shrink / factor) * factor)
+        elif frames * rows * columns < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
+            rows = math.ceil(height * grow / factor) * factor
+            columns = math.ceil(width * grow / factor) * factor
+        return rows, columns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FixedProcessor(_Fields):
     """Resizes all images to one size; the tower reads planes (CLIP, SigLIP).
 
@@ -216,10 +262,110 @@ class FixedProcessor(_Fields):
         return self.max_tokens if tuple(grid_thw) == self.grid else None
 
 
-Processor = DynamicProcessor | FixedProcessor
+@dataclasses.dataclass(frozen=True, slots=True)
+class TilesProcessor(_Fields):
+    """Cuts an image into tiles of one size, and adds the whole image as a last one (InternVL).
+
+        image ─▶ columns x rows with the closest aspect ratio ─▶ tiles in rows [, the whole]
+
+    The grid of an image is (tiles, height, width) of a tile's patches; its pixels are the tiles,
+    one below the other. `DynamicProcessor` describes the methods.
+
+    Attributes:
+        side: of a tile, in pixels.
+        max_tiles: most tiles of an image, without the whole; with 1, an image is one tile.
+    """
+
+    side: int
+    max_tiles: int
+
+    kind: ClassVar[str] = "tiles"
+
+    @property
+    def patch_dim(self) -> int:
+        return 3 * self.patch_size**2
+
+    @property
+    def tile_tokens(self) -> int:
+        """Visual tokens of one tile."""
+        return (self.side // self.patch_size // self.merge_size) ** 2
+
+    @property
+    def max_tokens(self) -> int:
+        return _with_whole(self.max_tiles) * self.tile_tokens
+
+    @property
+    def tokens_per_megapixel(self) -> int:
+        return self.geometry(1000, 1000).num_tokens
+
+    @property
+    def work_bytes(self) -> int:
+        """The resized image and its tiles: four bytes per pixel in Pillow, three in two copies."""
+        return 10 * _with_whole(self.max_tiles) * self.side**2
+
+    def capped(self, max_pixels: int) -> TilesProcessor:
+        """The tiles of an image have at most `max_pixels`, but there is one."""
+        tiles = max(1, max_pixels // self.side**2)
+        if max_pixels <= 0 or tiles >= self.max_tiles:
+            return self
+        return dataclasses.replace(self, max_tiles=tiles)
+
+    def low_detail_pixels(self, max_pixels: int) -> int:
+        """One tile."""
+        return max(1, min(max_pixels, self.side**2))
+
+    def geometry(self, height: int, width: int) -> Geometry:
+        """The size is that of the tiles, one below the other."""
+        rows, columns = self.tiling(height, width)
+        tiles = _with_whole(rows * columns)
+        patches = self.side // self.patch_size
+        grid = (tiles, patches, patches)
+        return Geometry(tiles * self.side, self.side, grid, tiles * self.tile_tokens)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width before the image is cut."""
+        rows, columns = self.tiling(height, width)
+        return rows * self.side, columns * self.side
+
+    def tiling(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns, as transformers' GotOcr2ImageProcessor chooses them.
+
+        The closest aspect ratio wins. Of equal ones, more tiles win, if they have less than twice
+        the pixels of the image.
+        """
+        _check_aspect_ratio(height, width, max_ratio=None)
+        ratio, area = width / height, width * height
+        best, least = (1, 1), math.inf
+        for columns, rows in _tilings(self.max_tiles):
+            difference = abs(ratio - columns / rows)
+            is_covered = area > 0.5 * self.side * self.side * columns * rows
+            if difference < least or (difference == least and is_covered):
+                best, least = (rows, columns), difference
+        return best
+
+    def num_tokens(self, grid_thw: Grid) -> int | None:
+        tiles, *sides = grid_thw
+        patches = self.side // self.patch_size
+        fits = sides == [patches, patches] and 1 <= tiles <= _with_whole(self.max_tiles)
+        return tiles * self.tile_tokens if fits and tiles != 2 else None  # never one and the whole
+
+
+def _with_whole(tiles: int) -> int:
+    return tiles + 1 if tiles > 1 else 1
+
+
+def _tilings(max_tiles: int) -> list[tuple[int, int]]:
+    """All (columns, rows) of at most `max_tiles`, fewer tiles first."""
+    sides = range(1, max_tiles + 1)
+    pairs = [(x, y) for x in sides for y in sides if x * y <= max_tiles]
+    return sorted(pairs, key=math.prod)
+
+
+Processor = DynamicProcessor | FixedProcessor | TilesProcessor
 
 PROCESSORS: Mapping[str, type[Processor]] = {
-    processor.kind: processor for processor in (DynamicProcessor, FixedProcessor)
+    processor.kind: processor
+    for processor in (DynamicProcessor, FramesProcessor, FixedProcessor, TilesProcessor)
 }
 
 

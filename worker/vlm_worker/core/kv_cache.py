@@ -320,19 +320,28 @@ def extend_hash_chain(
     *,
     shape: BlockShape,
     num_tokens: int,
+    whole_prompt: bool = False,
 ) -> None:
     """Append to `hashes` until every full block of the first `num_tokens` has one.
 
     `shape` is of the sequence's blocks. A hash covers the number of tokens, thus the kind (M4).
+    With `whole_prompt`, it covers the prompt: KV of its first tokens depends on its last ones.
     `token_ids` is int32: at least these tokens of the sequence that answers `request`.
     """
     items = request.items
     for index in range(len(hashes), shape.num_full(num_tokens)):
         start, end = shape.num_tokens(index), shape.num_tokens(index + 1)
-        parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.adapter)
+        parent = hashes[-1] if hashes else _root_of(request, whole_prompt=whole_prompt)
         block = token_ids[start:end]
         near = items if items and items[-1].end > start else ()
         hashes.append(hash_block(parent, block, near, start=start))
+
+
+def _root_of(request: Request, *, whole_prompt: bool) -> bytes:
+    if not whole_prompt:
+        return root_hash(request.cache_salt, request.adapter)
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    return content_of(dataclasses.replace(request, token_ids=prompt))
 
 
 def content_of(request: Request) -> bytes:

@@ -97,6 +97,13 @@ class ConfigFields:
             )
         return tuple(counts)
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; empty if it is absent or null."""
+        value = self._values.get(name) or []
+        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+            raise self.error(name, f"must be a list of strings, not {value!r}")
+        return tuple(value)
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; required if there is no default."""
         value = self._values.get(name, default)

@@ -9,11 +9,17 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 def validate_request(
-    request: Request, *, max_model_len: int, max_image_tokens: int | None, vocab_size: int
+    request: Request,
+    *,
+    max_model_len: int,
+    max_image_tokens: int | None,
+    vocab_size: int,
+    max_prompt_tokens: int | None = None,
 ) -> None:
     """Raise if a request could never run or would violate an invariant of the scheduler.
 
-    `max_image_tokens` is the size of the largest image if an image must fit in one chunk.
+    `max_image_tokens` is the size of the largest image if an image must fit in one chunk, and
+    `max_prompt_tokens` that of the longest prompt if a prompt must.
 
     Raises:
         ContextTooLongError: the prompt leaves no token for an answer, or an image exceeds a chunk;
@@ -39,6 +45,11 @@ def validate_request(
         raise ContextTooLongError(
             f"the prompt has {num_tokens} tokens{parts}; with at least one token of answer "
             f"that exceeds the model's {max_model_len}"
+        )
+    if max_prompt_tokens is not None and request.num_prompt_tokens > max_prompt_tokens:
+        raise ContextTooLongError(
+            f"the prompt has {request.num_prompt_tokens} tokens; this model computes a prompt in "
+            f"one step, which holds {max_prompt_tokens}"
         )
     if not 0 <= min(request.token_ids) <= max(request.token_ids) <= MAX_TOKEN_ID:
         raise InvalidRequestError("token_ids must be between 0 and 2^31 - 1", param="token_ids")

@@ -369,12 +369,9 @@ class Scheduler:
 
     def _extend_hashes(self, sequence: Sequence, token_ids: np.ndarray, *, num_tokens: int) -> None:
         extend_hash_chain(
-            sequence.hashes,
-            token_ids,
-            sequence.request,
-            shape=self.pool.kinds.of(sequence),
-            num_tokens=num_tokens,
-        )
+            sequence.hashes, token_ids, sequence.request, num_tokens=num_tokens,
+            shape=self.pool.kinds.of(sequence), whole_prompt=sequence.whole_prompt,
+        )  # fmt: skip
 
 
 def _finished(

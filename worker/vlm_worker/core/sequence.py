@@ -63,6 +63,7 @@ class Sequence:
         token_ids: int32, all known tokens, prompt and answer.
         positions: `[P, T]` of the prompt; a later token i has position i + `position_delta`.
         for_peer: keep the KV for a peer after the first token. It is not preempted.
+        whole_prompt: the tokens of the prompt see each other both ways, so it runs in one chunk.
         kept_permille: the share of its history's text that keeps its KV after the prompt; 0 if it
             is not pruned (`pruning`).
         num_dropped: tokens whose KV was dropped; the slot of a later token is its index less them.
@@ -99,6 +100,7 @@ class Sequence:
     row: int | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    whole_prompt: bool = False
     kept_permille: int = 0
     num_dropped: int = 0
     needs_own_blocks: bool = False
@@ -147,6 +149,12 @@ class Sequence:
     def num_tokens(self) -> int:
         """As of when it last left the batch."""
         return len(self.token_ids)
+
+    def spans(self, *, whole_images: bool) -> tuple[tuple[int, int], ...]:
+        """Ranges of tokens that see each other both ways; with `whole_images`, its images."""
+        if self.whole_prompt:
+            return ((0, self.request.num_prompt_tokens),)
+        return tuple((item.offset, item.end) for item in self.items) if whole_images else ()
 
     @property
     def awaits_pruning(self) -> bool:

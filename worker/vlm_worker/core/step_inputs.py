@@ -67,8 +67,7 @@ class BatchBuilder:
             rows = _image_rows_of(sequence, start, int(plan.counts[s]), at)
             _add_places(positions, rows)
             image_rows += rows
-            if self._whole_images:
-                spans[s] = tuple((item.offset, item.end) for item in sequence.items)
+            spans[s] = sequence.spans(whole_images=self._whole_images)
         width = int(batch.num_entries.take(plan.rows).max())
         return StepInputs(
             token_ids=self._ids[:num_tokens],

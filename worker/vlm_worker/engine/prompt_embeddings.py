@@ -33,7 +33,8 @@ class PromptEmbeddings:
     def request_embeddings(self, sequence: Sequence, start: int) -> bool:
         """Request embeddings for the tokens from `start` on; False if a missing one has no source.
 
-        A blocked sequence is unblocked as soon as the first item that it needs is here.
+        A blocked sequence is unblocked as soon as the first item that it needs is here; if its
+        prompt runs in one chunk, all of them.
         """
         assert sequence.can_pin_embeddings
         needed = self.needs(sequence, start)
@@ -48,7 +49,8 @@ class PromptEmbeddings:
                 requester = (sequence, number)
                 self._requesters.setdefault(sequence.items[number].image_key, []).append(requester)
             self._events.emit(attempt.stream, NeedItems(new))
-        if needed and sequence.embeddings[needed[0]] is not None:
+        first = needed if sequence.whole_prompt else needed[:1]
+        if first and all(sequence.embeddings[number] is not None for number in first):
             sequence.unblock()
         return True
 

@@ -200,12 +200,8 @@ class Sequences:
     ) -> Sequence:
         """Build a sequence; raises the error of a request that cannot run here."""
         settings = self.settings
-        validate_request(
-            request,
-            max_model_len=settings.max_model_len,
-            max_image_tokens=settings.min_prompt_tokens if settings.whole_images else None,
-            vocab_size=self._runner.vocab_size,
-        )
+        bounds = settings.prompt_bounds
+        validate_request(request, **bounds, vocab_size=self._runner.vocab_size)
         try:
             positions, delta = self._positions(request.token_ids, request.items)
         except WorkerError:
@@ -220,6 +216,7 @@ class Sequences:
             positions=positions,
             position_delta=delta,
             for_peer=for_peer,
+            whole_prompt=settings.whole_prompts,
             kept_permille=kept_permille_of(request, settings.kv_prune_text),
             embeddings=[None] * len(request.items),
             matcher=matcher_of(request, self._constraints, matcher),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.limits import QueueLimit
@@ -45,6 +45,8 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
             then count images alone.
         whole_images: attention inside an image is bidirectional in this family, so that a chunk of
             prefill never cuts an image.
+        whole_prompts: the tokens of a prompt see each other both ways in this family, so that a
+            step computes all of them.
         stuck_step_seconds: a step that takes longer makes the engine unhealthy.
         max_step_failures: this number of failed steps in a row makes the engine unhealthy.
         strict: a broken invariant stops the engine (tests) instead of being counted and logged.
@@ -64,6 +66,7 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
     kv_prune_text: int = 0
     images_first: bool = False
     whole_images: bool = False
+    whole_prompts: bool = False
     stuck_step_seconds: float = 60.0
     max_step_failures: int = 3
     strict: bool = False
@@ -87,6 +90,15 @@ class EngineSettings(QueueSettings, EncoderCacheSettings):
     def min_prompt_tokens(self) -> int:
         """Prompt tokens that always fit into a step, even if all sequences decode in it."""
         return self.max_num_batched_tokens - self.max_num_seqs
+
+    @property
+    def prompt_bounds(self) -> dict[str, Any]:
+        """The bounds of `validate_request`; None is no bound."""
+        return {
+            "max_model_len": self.max_model_len,
+            "max_image_tokens": self.min_prompt_tokens if self.whole_images else None,
+            "max_prompt_tokens": self.min_prompt_tokens if self.whole_prompts else None,
+        }
 
 
 K = TypeVar("K", bound=enum.Enum)

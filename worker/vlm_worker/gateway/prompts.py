@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from vlm_worker.core.families import Family, ModelConfigError, load_family
+from vlm_worker.core.families import ControlToken, Family, ModelConfigError, load_family
 from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_pointer, read_json
 from vlm_worker.core.token_texts import TokenTexts, ids_of
 from vlm_worker.errors import InvalidRequestError
@@ -437,13 +437,14 @@ class PieceEncoder:
                     out.append((text, control))
         return out
 
-    def _piece(self, part: int | str) -> PromptPiece:
+    def _piece(self, part: int | str | ControlToken) -> PromptPiece:
         if isinstance(part, str):
             return part, False
-        content = self._first.id_to_token(part)
+        named = part.text if isinstance(part, ControlToken) else part
+        content = named if isinstance(named, str) else self._first.id_to_token(named)
         if content not in self._control:
             raise ModelConfigError(
-                f"tokenizer.json: has no control token {part}, which config.json names for images"
+                f"tokenizer.json: has no control token {named}, which images of this model need"
             )
         return content, True
 

@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from vlm_worker.core.image_geometry import DynamicProcessor, FixedProcessor, Geometry, Processor
+from vlm_worker.core.image_geometry import (
+    DynamicProcessor,
+    FixedProcessor,
+    Geometry,
+    Processor,
+    TilesProcessor,
+)
 from vlm_worker.media.resize import Resizer
 from vlm_worker.wire.buffers import new_buffer
 
@@ -47,16 +53,19 @@ class PatchExtractor:
 
         Returns:
             float32 `[t*h*w, patch_dim]`, C-contiguous. For a DynamicProcessor, rows are grouped by
-            merged token and columns are (channel, time, y, x). For a FixedProcessor it is
-            `[3, height, width]`, reshaped.
+            merged token and columns are (channel, time, y, x). For the others it is
+            `[tiles, 3, height, width]`, reshaped; a FixedProcessor has one tile.
         """
         table = _tables(processor)
         if isinstance(processor, DynamicProcessor):
             return self._cut(pixels, processor, geometry, table)
-        planes = _floats(3, *pixels.shape[:2])
-        for channel, values in enumerate(table):
-            for top in range(0, len(pixels), BAND):  # numpy's indices have eight times the bytes
-                planes[channel, top : top + BAND] = values[pixels[top : top + BAND, :, channel]]
+        tiles = geometry.grid_thw[0]
+        height = len(pixels) // tiles
+        planes = _floats(tiles, 3, height, pixels.shape[1])
+        for plane, tile in zip(planes, pixels.reshape(tiles, height, -1, 3), strict=True):
+            for channel, values in enumerate(table):
+                for top in range(0, height, BAND):  # numpy's indices have eight times the bytes
+                    plane[channel, top : top + BAND] = values[tile[top : top + BAND, :, channel]]
         return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
 
     def _cut(
@@ -129,12 +138,26 @@ def model_pixels(
         size.
     """
     height, width = geometry.height, geometry.width
+    if isinstance(processor, TilesProcessor):
+        return _tiles(rgb, processor, resizer=resizer, size=size or rgb.shape[:2])
     if isinstance(processor, FixedProcessor):
         height, width = processor.resized(*(size or rgb.shape[:2]))
     resized = resizer.resize(rgb, height, width, resample=processor.resample)
     top, left = (height - geometry.height) // 2, (width - geometry.width) // 2
     middle = resized[top : top + geometry.height, left : left + geometry.width]
     return np.ascontiguousarray(middle)
+
+
+def _tiles(
+    rgb: np.ndarray, processor: TilesProcessor, *, resizer: Resizer, size: tuple[int, ...]
+) -> np.ndarray:
+    """The tiles of an image, one below the other; if there are several, the whole is the last."""
+    side, (rows, columns) = processor.side, processor.tiling(*size)
+    resized = resizer.resize(rgb, rows * side, columns * side, resample=processor.resample)
+    tiles = resized.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, 3)
+    if rows * columns == 1:
+        return np.ascontiguousarray(tiles)
+    return np.concatenate([tiles, resizer.resize(rgb, side, side, resample=processor.resample)])
 
 
 def _tables(processor: Processor) -> np.ndarray:

@@ -2,6 +2,8 @@
 
     decoder(inputs_embeds [1, T, D], step=StepContext)     every layer passes on `step`
         └─ paged_forward     store K and V of the new tokens, attend over KV blocks
+    with step_of_thread(step): any model                   not every model passes it on
+        └─ unlisted_forward  the same
     vision tower(patches, grid)
         └─ varlen_forward    attend inside windows and frames, one call for all of them
     vision tower(planes)
@@ -12,8 +14,10 @@ No mask is built: transformers skips masks for implementations without a mask fu
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,7 @@ from vlm_kernels import (
 )
 
 PAGED = "triptych_paged"
+UNLISTED = "triptych_unlisted"
 VARLEN = "triptych_flash_varlen"  # "flash" in the name makes vision towers pass segment bounds
 PLANES = "triptych_planes"
 
@@ -67,14 +72,34 @@ class StepContext:
         return self.plans[window]
 
 
-def use_paged_attention(model: Any, *, packed_vision: bool) -> None:
-    """Make the language model use `paged_forward`, and the tower the function for its input."""
+_step: contextvars.ContextVar[StepContext] = contextvars.ContextVar("step")
+
+
+@contextlib.contextmanager
+def step_of_thread(step: StepContext) -> Iterator[None]:
+    """Let `unlisted_forward` find the step, in this thread."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def use_paged_attention(model: Any, *, packed_vision: bool | None) -> None:
+    """Make the language model use KV blocks, and the tower the function for its input.
+
+    `packed_vision` is None in an unlisted family: its tower stays as it is.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(PAGED, paged_forward)
+    AttentionInterface.register(UNLISTED, unlisted_forward)
     AttentionInterface.register(VARLEN, varlen_forward)
     AttentionInterface.register(PLANES, planes_forward)
     # set after loading: from_pretrained would download a kernel for a name with "flash"
+    if packed_vision is None:
+        model.get_decoder().config._attn_implementation_internal = UNLISTED
+        return
     model.get_decoder().config._attn_implementation_internal = PAGED
     model.config.vision_config._attn_implementation_internal = VARLEN if packed_vision else PLANES
 
@@ -105,6 +130,35 @@ def paged_forward(
         q_THD, step.kv_cache, module.layer_idx, plan, scale=scaling, softcap=softcap
     )
     return o_THD[None], None
+
+
+def unlisted_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `paged_forward`, called by any model within `step_of_thread`."""
+    if s_aux is not None:
+        raise NotImplementedError("attention sinks are not built")
+    return paged_forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        step=_step.get(),
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
 
 
 def varlen_forward(

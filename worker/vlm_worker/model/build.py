@@ -39,6 +39,7 @@ from vlm_worker.model.memory import (
 )
 from vlm_worker.model.pyramid import tower_of
 from vlm_worker.model.runner import ModelRunner
+from vlm_worker.model.verify import verified
 from vlm_worker.reduction import WINDOW
 from vlm_worker.settings import ComputeSettings
 from vlm_worker.types import KVLayout, PreparedImage, Stage
@@ -88,9 +89,13 @@ def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress
         activation_scales_hash=settings.activation_scales_hash,
         progress=progress,
     )
+    if not loaded.family.spec.is_listed:
+        progress("comparing the model with transformers", 0, 0)
+        loaded = verified(loaded)
     if loaded.has_encoder and settings.window_cache_bytes:
         check_window_cache(loaded)
-    is_compiled = settings.compile and gpu.serves(loaded.device)
+    is_listed = loaded.family.spec.is_listed
+    is_compiled = settings.compile and is_listed and gpu.serves(loaded.device)
     compiled = compile_layers(loaded.model) if is_compiled else []
     revision = settings.model_revision or loaded.checkpoint.revision()
     progress("allocating the KV cache" if loaded.has_lm else "preparing the encoder", 0, 0)
@@ -108,7 +113,7 @@ def build_runner(settings: RunnerSettings, progress: StartProgress = no_progress
         loaded.device, has_encoder=loaded.has_encoder, has_lm=loaded.has_lm
     )
     progress("compiling and warming up" if compiled else "warming up", 0, 0)
-    if loaded.has_encoder:
+    if loaded.has_encoder and is_listed:  # the verification has tried the others
         try_encoder(runner.encode, loaded.family, num_images=2 if compiled else 1)
     if runner.kv_layout is not None:
         try_language_model(runner.execute, loaded.family, runner.kv_layout)
@@ -130,6 +135,8 @@ def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings)
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
     )
+    if loaded.verification is not None:
+        layout = dataclasses.replace(layout, attends=loaded.verification.attends)
     sizes = _graph_sizes(loaded, settings)
     reserved_bytes = 0
     if sizes and settings.kv_memory_bytes is None:
@@ -193,7 +200,8 @@ def choose_num_blocks(
 
 def _graph_sizes(loaded: LoadedModel, settings: RunnerSettings) -> tuple[int, ...]:
     """Numbers of sequences of the decode graphs; empty if decode is not captured."""
-    if Stage.DECODE in loaded.stages and gpu.serves(loaded.device):
+    is_captured = loaded.family.spec.is_listed and gpu.serves(loaded.device)
+    if Stage.DECODE in loaded.stages and is_captured:
         return graph_sizes(settings.max_graph_seqs)
     return ()
 

@@ -133,7 +133,7 @@ class Calibrator:
         size = len(token_ids)
         positions, _ = self._family.positions(token_ids, (item,))
         num_rows = min(size, LOGIT_ROWS)
-        is_span = self._family.spec.bidirectional_spans
+        is_span = self._family.spec.attends.keeps_images_whole
         return StepInputs(
             token_ids=np.array(token_ids, np.int64),
             positions=positions,

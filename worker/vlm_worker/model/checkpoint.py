@@ -1,6 +1,6 @@
 """Checks the files of a model directory before loading: only safetensors, and no code.
 
-config.json ─┬─ auto_map? refused          *.safetensors ─▶ names, shapes, types, revision
+config.json ─┬─ auto_map? ignored          *.safetensors ─▶ names, shapes, types, revision
              └─ model_type ─▶ Family       *.bin, *.pt    ─▶ refused
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 from vlm_worker.core.families import Family, load_family
 from vlm_worker.core.model_files import ModelConfigError, check_no_pointer, read_json
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -91,12 +94,13 @@ def open_checkpoint(model_dir: str | Path) -> Checkpoint:
     if not path.is_dir():
         raise ModelConfigError(f"{path}: no such directory; --model names a directory with a model")
     config = read_json(path / "config.json")
+    family = load_family(path)
     if "auto_map" in config:
-        raise ModelConfigError(
-            f"{path / 'config.json'}: auto_map names code that comes with the model; it is "
-            "never run. Use a model whose model_type is built in, or remove auto_map if it is"
+        logger.warning(
+            "auto_map names code that comes with the model; it is never run",
+            extra={"model": str(path), "model_type": family.model_type},
         )
-    return Checkpoint(path, config, load_family(path), _read_tensors(path))
+    return Checkpoint(path, config, family, _read_tensors(path))
 
 
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:

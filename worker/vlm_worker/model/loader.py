@@ -34,15 +34,18 @@ from vlm_worker.core.activation_scales import ScaleFile, processor_hash, read_sc
 from vlm_worker.core.families import Family, FamilySpec
 from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.probe import Verification
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
+from vlm_worker.model.generic import GenericModel, children_of, model_class_of
 from vlm_worker.model.gpu.layers import use_gpu_kernels
 from vlm_worker.model.layers import DecoderLayer, gated_mlp, mlp_of, norm_of
-from vlm_worker.model.linear import Packing
+from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
 from vlm_worker.model.rounding import pack
 from vlm_worker.model.vision_blocks import VisionBlock, join_vision_blocks, use_patch_projection
 from vlm_worker.types import Stage
+from vlm_worker.weights import AUTO, canonical
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class LoadedModel:
         activation_scales: sha256 of the scales of int8 layers' inputs; empty without a file.
         import_seconds: time to import the modelling module.
         load_seconds: time to read, move and pack the weights.
+        generic: the language model of an unlisted family; None without one.
+        verification: what the start has shown of an unlisted family.
     """
 
     model: Any
@@ -76,6 +81,8 @@ class LoadedModel:
     import_seconds: float
     load_seconds: float
     activation_scales: str = ""
+    generic: GenericModel | None = None
+    verification: Verification | None = None
 
     @property
     def family(self) -> Family:
@@ -132,30 +139,37 @@ def load_model(
     """
     assert stages
     checkpoint = open_checkpoint(model_dir)
+    if not checkpoint.family.spec.is_listed:
+        _check_unlisted(checkpoint, weights, activation_scales)
     target = _choose_device(device)
     chosen = _choose_dtype(checkpoint, dtype, target)
     scales = _scales_of(checkpoint, activation_scales, activation_scales_hash)
     began = time.perf_counter()
     loaded_stages, spec = frozenset(stages), checkpoint.family.spec
     with skip_unused_imports():
-        module = importlib.import_module(spec.module)
+        whole_class = _class_of(checkpoint)
         imported = time.perf_counter()
-        model_class = _pruned_class(module, spec, loaded_stages)
+        model_class = _pruned_class(whole_class, spec, loaded_stages)
         with _reported(progress):
             model = _read_weights(checkpoint, model_class, chosen)
     packed_vision = isinstance(checkpoint.family.processor, DynamicProcessor)
-    use_paged_attention(model, packed_vision=packed_vision)
-    use_patch_projection(model)
-    use_kernels(model)
+    use_paged_attention(model, packed_vision=packed_vision if spec.is_listed else None)
+    if spec.is_listed:
+        use_patch_projection(model)
+        use_kernels(model)
     model = _moved(model.eval().requires_grad_(False), target, progress)
-    if gpu.serves(target):
+    if spec.is_listed and gpu.serves(target):
         use_gpu_kernels(model)
     weights_bytes = sum(parameter.nbytes for parameter in set(model.parameters()))
+    packing = Packing()
     report = functools.partial(progress, "packing weights")
-    packing = pack(
-        model, spec, report, packed_weights=packed_weights, weights=weights, scales=scales
-    )
-    join_vision_blocks(model)
+    if not spec.is_listed and packed_weights and can_pack(chosen, target):
+        packing = pack_linears(model, progress=report)
+    if spec.is_listed:
+        packing = pack(
+            model, spec, report, packed_weights=packed_weights, weights=weights, scales=scales
+        )
+        join_vision_blocks(model)
     loaded = LoadedModel(
         model=model,
         checkpoint=checkpoint,
@@ -168,8 +182,21 @@ def load_model(
         load_seconds=time.perf_counter() - imported,
         activation_scales="" if scales is None else scales.scales.sha256,
     )
+    if not spec.is_listed and loaded.has_lm:
+        generic = GenericModel(model, checkpoint.family)
+        loaded = dataclasses.replace(loaded, generic=generic)
     _log(loaded)
     return loaded
+
+
+def _check_unlisted(checkpoint: Checkpoint, weights: str, scales: Path | None) -> None:
+    """Raise ModelConfigError for settings that only listed families have."""
+    for name, value in (("weights", canonical(weights)), ("activation-scales", scales)):
+        if value not in (AUTO, None):
+            raise ModelConfigError(
+                f"--{name}={value}: {checkpoint.family.model_type} is of an unlisted family, which "
+                f"is computed as it is; leave the flag out"
+            )
 
 
 def _scales_of(checkpoint: Checkpoint, path: Path | None, sha256: str) -> ScaleFile | None:
@@ -208,28 +235,43 @@ def _choose_dtype(checkpoint: Checkpoint, dtype: str, device: torch.device) -> t
     return DTYPES[name]
 
 
-def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> Any:
+def _class_of(checkpoint: Checkpoint) -> Any:
+    """Transformers' class of a checkpoint."""
+    spec = checkpoint.family.spec
+    if spec.is_listed:
+        return getattr(importlib.import_module(spec.module), spec.model_class)
+    return model_class_of(checkpoint.config, str(checkpoint.path / "config.json"))
+
+
+def _pruned_class(model_class: Any, spec: FamilySpec, stages: frozenset[Stage]) -> Any:
     """A subclass of the family's class that does not build the parts that no stage needs.
 
     It keeps name and module: transformers uses them to find how it renames a checkpoint's tensors.
     """
-    model_class = getattr(module, spec.model_class)
     needs_lm = bool(stages & {Stage.PREFILL, Stage.DECODE})
 
     def build(self: Any, config: Any) -> None:
         model_class.__init__(self, config)
-        unloaded = () if Stage.ENCODER in stages else spec.encoder_children
         if not needs_lm:
-            unloaded = (*unloaded, *spec.lm_children)
-            setattr(self, spec.head, UnloadedModule(spec.head))
             self._tied_weights_keys = {}
             self.all_tied_weights_keys = {}
-        for name in unloaded:
-            part = getattr(self.model, name)
-            setattr(self.model, name, UnloadedModule(name, getattr(part, "config", None)))
+        for parent, name, part, is_lm in list(_parts(self, spec)):
+            if not (needs_lm if is_lm else Stage.ENCODER in stages):
+                setattr(parent, name, UnloadedModule(name, getattr(part, "config", None)))
 
     identity = {"__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
     return type(model_class.__name__, (model_class,), {"__init__": build, **identity})
+
+
+def _parts(model: Any, spec: FamilySpec) -> Iterator[tuple[Any, str, Any, bool]]:
+    """Parent, name, module and whether it belongs to the language model, of a model's parts."""
+    if not spec.is_listed:
+        yield from children_of(model)
+        return
+    yield model, spec.head, getattr(model, spec.head), True
+    for names, is_lm in ((spec.encoder_children, False), (spec.lm_children, True)):
+        for name in names:
+            yield model.model, name, getattr(model.model, name), is_lm
 
 
 def _moved(model: Any, target: torch.device, progress: StartProgress) -> Any:

@@ -22,11 +22,19 @@ from vlm_kernels import (
     sample_tokens,
     scatter_blocks,
 )
+from vlm_worker.attends import Attends
 from vlm_worker.core.block_kinds import BlockKinds
-from vlm_worker.core.step_values import SampleParams, ScoredRows, StepInputs, StepOutput
+from vlm_worker.core.step_values import (
+    ImageRows,
+    SampleParams,
+    ScoredRows,
+    StepInputs,
+    StepOutput,
+)
 from vlm_worker.core.window_cache import WindowCache
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import Observation, StepContext
+from vlm_worker.model.generic import GenericEncoder
 from vlm_worker.model.gpu.graphs import DecodeGraphs
 from vlm_worker.model.gpu.streams import SingleStream
 from vlm_worker.model.layers import Decoder
@@ -85,8 +93,9 @@ class ModelRunner:
         self.weights_bytes = loaded.weights_bytes
         self.activation_scales = loaded.activation_scales
         self.kv_layout, self.num_blocks = kv_layout, num_blocks
+        family = self.family
         self.embed_layout = EmbedLayout(
-            revision, self.family.hidden_size, 0, dtype_name(loaded.dtype)
+            revision, family.hidden_size, family.num_levels, dtype_name(loaded.dtype)
         )
         self.vocab_size: int = self._model.config.get_text_config().vocab_size
         self._kv_cache = torch.empty(0)
@@ -95,7 +104,9 @@ class ModelRunner:
         has_pages = kv_layout is not None and self.device.type == "cpu"
         self._kv_pages = KVPrefault(self._kv_cache) if has_pages else None
         self._decoder: Decoder | None = None
-        if loaded.has_lm:
+        self._generic = loaded.generic
+        self.verification = loaded.verification
+        if loaded.has_lm and self._generic is None:
             head = getattr(self._model, self.family.spec.head)
             self._decoder = Decoder(self._model.get_decoder(), head)
         self.graphs: DecodeGraphs | None = None
@@ -103,13 +114,15 @@ class ModelRunner:
         self.windows: WindowCache | None = None
         if window_cache_bytes and loaded.has_encoder:
             self.windows = WindowCache(max_bytes=window_cache_bytes, ttl_seconds=WINDOW_TTL_SECONDS)
-        self._images = ImageEncoder(
+        self._images: ImageEncoder | GenericEncoder = ImageEncoder(
             self._model,
-            self.family.processor,
+            family.processor,
             device=self.device,
             windows=self.windows,
             fingerprint=self.embed_layout.fingerprint,
         )
+        if not family.spec.is_listed:
+            self._images = GenericEncoder(self._model, family, device=self.device)
 
     def work_bytes(self, sizes: WorkSizes) -> int:
         """Estimate the temporary host memory of one step and one encoder call, in bytes.
@@ -276,6 +289,8 @@ class ModelRunner:
 
         A window counts slots, which pruning changes.
         """
+        if not self.family.spec.is_listed:
+            return f"{self.family.model_type} is of an unlisted family, whose KV is not pruned"
         config = self._model.config.get_text_config()
         types = getattr(config, "layer_types", None) or ()
         if any(kind != "full_attention" for kind in types):
@@ -360,12 +375,28 @@ class ModelRunner:
             return replayed
         positions = torch.tensor(inputs.positions, device=self.device)
         rows = torch.tensor(inputs.sample_rows, device=self.device)
+        if self._generic is not None:
+            return self._generic_logits(inputs, positions, rows)
         return self._decode(self._embed(inputs), positions, self._step_context(inputs), rows)
+
+    def _generic_logits(
+        self, inputs: StepInputs, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._generic is not None
+        ids = torch.tensor(inputs.token_ids, device=self.device)
+        images = [(part.dst_start, self._part_rows(part)) for part in inputs.image_rows]
+        return self._generic.logits(ids, images, positions, self._step_context(inputs), rows)
 
     def _scored(self, inputs: StepInputs, scored: ScoredRows) -> StepOutput:
         """Run a step that scores prompts: it needs the hidden states of more rows than R."""
-        assert self._decoder is not None, "no language model is loaded"
         positions = torch.tensor(inputs.positions, device=self.device)
+        if self._generic is not None:
+            every = torch.arange(len(inputs.token_ids), device=self.device)
+            logits = self._generic_logits(inputs, positions, every)
+            output = sample(logits[torch.tensor(inputs.sample_rows)], inputs.sampling)
+            scores = score_rows(logits, lambda rows: rows, scored, vocab_size=self.vocab_size)
+            return dataclasses.replace(output, scores=scores)
+        assert self._decoder is not None, "no language model is loaded"
         step = self._step_context(inputs)
         hidden = self._decoder.hidden(self._embed(inputs), positions, step)
         rows = torch.tensor(inputs.sample_rows, device=self.device)
@@ -393,9 +424,11 @@ class ModelRunner:
         """Token embeddings `[T, D]` with image rows in place of placeholders."""
         embeds = self._rows(torch.tensor(inputs.token_ids, device=self.device))
         for part in inputs.image_rows:
-            rows = self._wait_for(part.embedding)[part.src_start : part.src_start + part.num_rows]
-            embeds[part.dst_start : part.dst_start + part.num_rows] = rows
+            embeds[part.dst_start : part.dst_start + part.num_rows] = self._part_rows(part)
         return embeds
+
+    def _part_rows(self, part: ImageRows) -> torch.Tensor:
+        return self._wait_for(part.embedding)[part.src_start : part.src_start + part.num_rows]
 
     def _wait_for(self, embedding: Embedding) -> torch.Tensor:
         """Make the stream of steps wait for an embedding; returns its rows."""
@@ -425,7 +458,10 @@ class ModelRunner:
         layout = self.kv_layout
         assert layout is not None
 
+        attends = self.family.spec.attends
+
         def make_plan(window: int | None) -> AttentionPlan:
+            in_all_layers = attends is not Attends.IMAGES_SLIDING
             return plan_attention(
                 inputs.query_start,
                 inputs.context_lens,
@@ -433,7 +469,7 @@ class ModelRunner:
                 self._kv_cache,
                 head_dim=layout.head_dim,
                 dtype=self._loaded.dtype,
-                spans=inputs.spans,
+                spans=inputs.spans if in_all_layers or window is not None else (),
                 window=window,
                 num_heads=self._num_heads,
             )

@@ -80,8 +80,10 @@ def chosen_parts(family: Family, wanted: Sequence[Part]) -> tuple[Part, ...]:
     """The parts to calibrate: those that the family rounds, or `wanted` of them.
 
     Raises:
-        ModelConfigError: the family does not round one of them.
+        ModelConfigError: the family does not round one of them, or none at all.
     """
+    if not family.spec.int8:
+        raise ModelConfigError(f"{family.model_type}: no part of an unlisted family is rounded")
     for part in wanted:
         if part not in family.spec.int8:
             raise ModelConfigError(

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from vlm_worker.core.families import Family, load_family
 from vlm_worker.core.grammars import Vocabulary
 from vlm_worker.core.model_files import ConfigFields, read_json
+from vlm_worker.core.probe import Verification
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.engine.settings import MAX_ENCODE_TOKENS
@@ -75,6 +76,7 @@ class Loaded:
     host memory, and `limit_bytes` the container's limit, if known. `work_bytes` is the temporary
     memory of a step and an encoder call. `content_revision` hashes the files of the model,
     and `activation_scales` the scales of int8 layers' inputs, if they are from a file.
+    `verification` is what the start has shown of an unlisted family.
     `vocabulary` is what grammars read; None if answers cannot be constrained.
     """
 
@@ -93,6 +95,7 @@ class Loaded:
     content_revision: Callable[[], str] = lambda: ""
     activation_scales: str = ""
     vocabulary: Vocabulary | None = None
+    verification: Verification | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -149,6 +152,7 @@ def _load_model(
         ),
         StepReports(progress).report,
     )
+    family = runner.family  # an unlisted one has the mask that the start found
     return Loaded(
         runner,
         family,
@@ -163,6 +167,7 @@ def _load_model(
             activation_scales=runner.activation_scales,
         ),
         activation_scales=runner.activation_scales,
+        verification=runner.verification,
         device=runner.device.type,
         native_library=native.path(),
         native_kernels=native.variant_name(),

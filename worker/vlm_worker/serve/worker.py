@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.sources import Sources
@@ -121,6 +122,7 @@ async def build_components(
     files = await asyncio.to_thread(open_embedding_files, settings, loaded)  # reads many files
     engine = _engine(settings, loaded, files, max_model_len=max_model_len)
     server.state.model = loaded.facts
+    server.state.verification = loaded.verification
     server.state.device = loaded.device
     if loaded.device == "cpu" and settings.identity.holds_gpus:
         logger.warning(
@@ -248,7 +250,8 @@ def _engine(
             kv_visual_percent=settings.kv_visual_percent,
             kv_prune_text=settings.kv_prune_text,
             images_first=settings.max_lent_requests > 0,
-            whole_images=loaded.family.spec.bidirectional_spans,
+            whole_images=loaded.family.spec.attends.keeps_images_whole,
+            whole_prompts=loaded.family.spec.attends is Attends.PREFIX,
             strict=settings.strict,
             max_image_tokens=min(largest, max_model_len),
             **values_of(settings.queues),

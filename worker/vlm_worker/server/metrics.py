@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from vlm_worker import metrics
 from vlm_worker.core.measurements import BusyTime, WorkKind
+from vlm_worker.core.probe import Verification
 from vlm_worker.core.process_memory import HOST_MEMORY_METRICS
 from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.settings import DiskStats, EncoderCacheStats, EngineStats, KVStats
@@ -150,6 +151,10 @@ def _disk_failures(disk: DiskStats) -> dict[str, float] | None:
     return {**counts, "read": disk.read_errors}
 
 
+def _verified(found: Verification | None) -> dict[str, float] | None:
+    return None if found is None else {found.attends.value: found.difference}
+
+
 PROCESS_METRICS: Final[tuple[Metric[WorkerState], ...]] = (
     Metric(metrics.ACCEPTING, GAUGE, "1 while the process accepts new work.",
            lambda state: float(state.accepting)),
@@ -158,6 +163,9 @@ PROCESS_METRICS: Final[tuple[Metric[WorkerState], ...]] = (
     Metric(metrics.REQUESTS_TOTAL, COUNTER, "Calls by how they ended.",
            lambda state: {outcome.value: state.outcomes[outcome] for outcome in CallOutcome},
            label="outcome"),
+    Metric("triptych_verified_logit_difference", GAUGE,
+           "Difference of an unlisted family's logits to transformers', found at start.",
+           lambda state: _verified(state.verification), label="attends"),
 )  # fmt: skip
 """Metrics that exist before the model is loaded."""
 

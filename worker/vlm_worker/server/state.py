@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from vlm_worker.core.measurements import Rates
+from vlm_worker.core.probe import Verification
 from vlm_worker.core.process_memory import NO_HOST_MEMORY, HostMemory
 from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.settings import EngineStats
@@ -73,6 +74,7 @@ class WorkerState:
         self.phase = Phase.LOADING
         self.message = "starting"
         self.model: ModelFacts | None = None
+        self.verification: Verification | None = None  # of an unlisted family
         self.device: str | None = None
         self.outcomes: Counter[CallOutcome] = Counter()
         self.heartbeat: float | None = None

@@ -112,7 +112,9 @@ class WorkerServer:
         self._components = components
         self._service.components = components
         components.context.start()
-        self.state.enter(Phase.READY, "ready")
+        found = self.state.verification
+        verified = "" if found is None else f", verified: {found.attends}, {found.difference:.1e}"
+        self.state.enter(Phase.READY, f"ready{verified}")
         await self._set_health(serving=True)
         self._supervisor.start(
             functools.partial(self._watch, components), name="watch the engine", at_end=AtEnd.RETURN

@@ -5,6 +5,8 @@
     processor ────┘     a Family         ├─▶ engine    positions, whether images stay whole
                                          └─▶ model     names of the modules of each half
 
+Some model types without a line in `FAMILIES` are unlisted families (`families.generic`).
+
 To add a family, add a module with its `FamilySpec` and a line in `FAMILIES`. If its geometry or
 positions differ, add a `Processor` to `image_geometry` or a function beside `Family.positions`.
 """
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vlm_worker.core.families import gemma3, llava, qwen_vl
-from vlm_worker.core.families.family import Detail, Family, FamilySpec, Files
+from vlm_worker.core.families.family import ControlToken, Detail, Family, FamilySpec, Files
+from vlm_worker.core.families.generic import MODEL_TYPES, parse_unlisted
 from vlm_worker.core.image_geometry import Geometry, Processor
 from vlm_worker.core.model_files import ConfigFields, ModelConfigError, read_json
 
@@ -26,6 +29,9 @@ FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
     "qwen2_vl": qwen_vl.QWEN2_VL,
 }
+
+
+_HINTS = {"internvl_chat": "use the repository whose name ends in -HF, or another model"}
 
 
 def load_family(model_dir: str | Path) -> Family:
@@ -63,14 +69,17 @@ def parse_family(
     )
     model_type = files.config.text("model_type")
     spec = FAMILIES.get(model_type)
-    if spec is None:
-        families = ", ".join(sorted(FAMILIES))
+    if spec is None and model_type not in MODEL_TYPES:
+        types = ", ".join(sorted({*FAMILIES, *MODEL_TYPES}))
+        fix = _HINTS.get(model_type, "use a model")
         raise files.config.error(
             "model_type",
-            f"is {model_type!r}, which is not served; use a model of one of these families: "
-            f"{families} (docs/families.md lists models and limits)",
+            f"is {model_type!r}, which is not served; {fix} of one of these types: {types} "
+            "(docs/families.md lists models and limits)",
         )
     _check_not_quantized(files.config)
+    if spec is None:
+        return parse_unlisted(files)
     return spec.parse(spec, files)
 
 
@@ -91,6 +100,7 @@ def _check_not_quantized(config: ConfigFields) -> None:
 
 __all__ = [
     "FAMILIES",
+    "ControlToken",
     "Detail",
     "Family",
     "FamilySpec",

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.image_geometry import Geometry, Grid, Processor
 from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
@@ -53,7 +54,7 @@ class FamilySpec:
         head: name of the language model's head, a child of the model itself.
         int8: parts whose linear layers `--weights` may round; the others lose more accuracy.
         positions: `mrope` has three rows of positions, `rope` one.
-        bidirectional_spans: whether the tokens of one image attend to each other both ways.
+        attends: which later tokens a token sees.
         image_processors: supported values of `image_processor_type`.
         parse: builds a Family from a model's files; raises ModelConfigError.
     """
@@ -66,9 +67,21 @@ class FamilySpec:
     head: str
     int8: frozenset[Part]
     positions: Literal["rope", "mrope"]
-    bidirectional_spans: bool
+    attends: Attends
     image_processors: tuple[str, ...]
     parse: Callable[[FamilySpec, Files], Family]
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it has modules of its own here; else `families.generic` made it."""
+        return bool(self.module)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControlToken:
+    """A control token whose id only the tokenizer has."""
+
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,10 +91,11 @@ class Family:
     Attributes:
         image_token_id: the placeholder; an expanded prompt has one per visual token.
         marker_token_id: the token that a chat template writes for an image.
-        image_text: the replacement of the marker, in order: text, or ids of control tokens. One of
+        image_text: the replacement of the marker, in order: text, or control tokens. One of
             them is `image_token_id`, which `expand` repeats.
         vocab_size: ids below it have an embedding.
         max_position_embeddings: the longest sequence of the language model, in tokens.
+        num_levels: rows of each visual token beside the main one, which later layers add.
         window_cells: visual tokens of a window of the vision tower in each direction; 0 if it has
             no windows.
     """
@@ -91,10 +105,11 @@ class Family:
     processor: Processor
     image_token_id: int
     marker_token_id: int
-    image_text: tuple[int | str, ...]
+    image_text: tuple[int | str | ControlToken, ...]
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
+    num_levels: int = 0
     window_cells: int = 0
 
     @property
@@ -132,7 +147,8 @@ class Family:
 
         A kept token keeps its row and column, which only M-RoPE has.
         """
-        return self.spec.positions == "mrope" and not self.spec.bidirectional_spans
+        spec = self.spec
+        return spec.is_listed and spec.positions == "mrope" and spec.attends is Attends.CAUSAL
 
     def check_reducible(self, reduction: Reduction) -> None:
         """Raise InvalidRequestError if visual tokens of this model cannot be reduced so."""
@@ -194,9 +210,13 @@ class Family:
         """
         ids = np.asarray(token_ids, dtype=np.int64)
         self._check(ids, items)
+        return self.positions_of(len(ids), items)
+
+    def positions_of(self, num_tokens: int, items: Sequence[ImageItem]) -> tuple[np.ndarray, int]:
+        """As `positions`, of items that are known to match their tokens."""
         if self.spec.positions == "rope":
-            return np.arange(len(ids), dtype=np.int64)[None], 0
-        return _mrope(len(ids), items, merge_size=self.processor.merge_size)
+            return np.arange(num_tokens, dtype=np.int64)[None], 0
+        return _mrope(num_tokens, items, merge_size=self.processor.merge_size)
 
     def _check(self, token_ids: np.ndarray, items: Sequence[ImageItem]) -> None:
         """Items must be sorted, disjoint, within the tokens, and cover only placeholders.

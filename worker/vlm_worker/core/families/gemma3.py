@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import FixedProcessor
 from vlm_worker.core.model_files import ConfigFields
@@ -101,7 +102,7 @@ SPEC = FamilySpec(
     head="lm_head",
     int8=frozenset({"layers"}),
     positions="rope",
-    bidirectional_spans=True,
+    attends=Attends.IMAGES,
     image_processors=(
         "Gemma3ImageProcessor",
         "Gemma3ImageProcessorFast",

@@ -7,6 +7,7 @@ Only models with CLIP's tower and Llama's language model are supported, as in LL
 
 from __future__ import annotations
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import FixedProcessor
 from vlm_worker.core.model_files import ConfigFields
@@ -99,7 +100,7 @@ SPEC = FamilySpec(
     head="lm_head",
     int8=frozenset({"layers"}),
     positions="rope",
-    bidirectional_spans=False,
+    attends=Attends.CAUSAL,
     image_processors=(
         "CLIPImageProcessor",
         "CLIPImageProcessorFast",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from vlm_worker.attends import Attends
 from vlm_worker.core.families.family import Family, FamilySpec, Files, must_equal, pixel_fields
 from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ConfigFields
@@ -66,7 +67,7 @@ QWEN2_5_VL = FamilySpec(
     head="lm_head",
     int8=frozenset({"encoder", "merger", "layers", "head"}),
     positions="mrope",
-    bidirectional_spans=False,
+    attends=Attends.CAUSAL,
     image_processors=(
         "Qwen2VLImageProcessor",
         "Qwen2VLImageProcessorFast",
