@@ -358,7 +358,8 @@ def _find(body: BodyBytes, what: bytes, at: int, limit: int) -> Steps[int]:
         if found >= 0:
             return found
         at += _WINDOW
-        yield
+        if at < end:  # callers that search short parts yield themselves
+            yield
     return -1
 
 
