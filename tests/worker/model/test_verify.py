@@ -78,6 +78,10 @@ def with_wider_windows(plan: Plan, *args: Any, **how: Any) -> Any:
     return plan(*args, **how | {"window": None if window is None else window + 1})
 
 
+def with_windows_inside_spans(plan: Plan, *args: Any, **how: Any) -> Any:
+    return plan(*args, **how | {"spans_exceed_window": False})
+
+
 BROKEN = [
     ("qwen3_vl", with_all_in_one_span),
     ("gemma3", without_spans),
@@ -88,6 +92,8 @@ BROKEN = [
     ("gemma4", with_wider_windows),
     ("paligemma2", without_spans),
     ("paligemma2", with_shorter_spans),
+    ("paligemma2", with_wider_windows),
+    ("paligemma2", with_windows_inside_spans),
 ]
 
 

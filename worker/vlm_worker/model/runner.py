@@ -473,6 +473,7 @@ class ModelRunner:
                 dtype=self._loaded.dtype,
                 spans=inputs.spans if in_all_layers or window is not None else (),
                 window=window,
+                spans_exceed_window=attends is Attends.PREFIX,
                 num_heads=self._num_heads,
             )
 
