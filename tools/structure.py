@@ -37,9 +37,9 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=56_800, single_importers=64, short_files=29),
+    "worker": Count(lines=56_900, single_importers=64, short_files=29),
     "operator": Count(lines=41_900, single_importers=54, short_files=34),
-    "kernels": Count(lines=7_800, single_importers=15, short_files=8),
+    "kernels": Count(lines=7_900, single_importers=15, short_files=8),
 }
 
 

@@ -72,6 +72,7 @@ class GroupLayout:
         blocks: np.ndarray,
         spans: Sequence[Sequence[tuple[int, int]]],
         window: int | None,
+        spans_exceed_window: bool = False,
     ) -> Group:
         """The group of sequences with Q queries each; `blocks` is `[S, B]`, `num_kv` `[S]`."""
         num_seqs, longest = len(num_kv), int(num_kv.max())
@@ -85,7 +86,7 @@ class GroupLayout:
             )
             entries = of_heads.reshape(-1)
             blocks, _, _ = split_entries(blocks, self._num_parts)
-        mask, causal = self._mask(num_queries, num_kv, spans, window)
+        mask, causal = self._mask(num_queries, num_kv, spans, window, spans_exceed_window)
         return Group(
             tokens=self._tensor(tokens) if isinstance(tokens, np.ndarray) else tokens,
             num_seqs=num_seqs,
@@ -129,6 +130,7 @@ class GroupLayout:
         num_kv: np.ndarray,
         spans: Sequence[Sequence[tuple[int, int]]],
         window: int | None,
+        spans_exceed_window: bool,
     ) -> tuple[torch.Tensor | None, bool]:
         longest = int(num_kv.max())
         bounded = window is not None and longest > window
@@ -139,7 +141,9 @@ class GroupLayout:
             return None, True
         seen = np.stack(
             [
-                _visible(np.arange(n - num_queries, n), longest, window, spans[s])
+                _visible(
+                    np.arange(n - num_queries, n), longest, window, spans[s], spans_exceed_window
+                )
                 for s, n in enumerate(num_kv.tolist())
             ]
         )
@@ -155,10 +159,16 @@ class GroupLayout:
 
 
 def _visible(
-    positions: np.ndarray, num_kv: int, window: int | None, spans: Sequence[tuple[int, int]]
+    positions: np.ndarray,
+    num_kv: int,
+    window: int | None,
+    spans: Sequence[tuple[int, int]],
+    spans_exceed_window: bool,
 ) -> np.ndarray:
     """Flags `[Q, num_kv]`: which KV positions each query position sees."""
-    first, end = seen_by(positions, spans=spans, window=window)
+    first, end = seen_by(
+        positions, spans=spans, window=window, spans_exceed_window=spans_exceed_window
+    )
     j = np.arange(num_kv)
     seen: np.ndarray = (j >= first[:, None]) & (j < end[:, None])
     return seen

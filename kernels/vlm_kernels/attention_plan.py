@@ -55,6 +55,7 @@ def plan_attention(
     dtype: torch.dtype,
     spans: Spans = (),
     window: int | None = None,
+    spans_exceed_window: bool = False,
     use_native: bool = True,
     num_heads: int | None = None,
 ) -> AttentionPlan:
@@ -70,8 +71,9 @@ def plan_attention(
         dtype: of the queries.
         spans: ranges with bidirectional attention; the tokens of each are computed already or in
             this step.
-        window: tokens that a sliding-window layer sees, itself included. It limits only the past,
-            inside spans too, as transformers' masks do.
+        window: tokens that a sliding-window layer sees, itself included. It limits only the past.
+        spans_exceed_window: a token sees its whole span whatever the window is; otherwise, the
+            window limits the past inside spans, too. Both masks are transformers'.
         use_native: use the native kernels if they are available.
         num_heads: H * G of the queries; a GPU's tiles hold whole groups.
 
@@ -82,14 +84,18 @@ def plan_attention(
     if use_native and gpu.serves(kv_cache.device):
         tiles = plan_tiled(
             query_start, context_lens, block_table, kv_cache,
-            spans=spans, window=window, head_dim=head_dim, dtype=dtype, num_heads=num_heads,
+            spans=spans, window=window, spans_exceed_window=spans_exceed_window,
+            head_dim=head_dim, dtype=dtype, num_heads=num_heads,
         )  # fmt: skip
         return AttentionPlan(None, None, (), tiles)
     num_queries = np.diff(query_start).astype(np.int64)
     num_kv = context_lens.astype(np.int64) + num_queries
     assert (num_queries > 0).all()
     layout = GroupLayout(kv_cache, head_dim, dtype)
-    decoding, chunked = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
+    is_row = num_queries == 1
+    if spans_exceed_window and window is not None:
+        is_row &= ~_in_spans(context_lens, spans)  # the kernel of rows knows no spans
+    decoding, chunked = np.flatnonzero(is_row), np.flatnonzero(~is_row)
     rows = chunks = None
     if use_native and len(decoding) and can_attend_decode(kv_cache, dtype):
         rows = plan_decode(
@@ -103,7 +109,9 @@ def plan_attention(
         )
         decoding = decoding[:0]
     if use_native and len(chunked) and can_attend_blocks(kv_cache, dtype):
-        chunks = _chunks(chunked, query_start, num_kv, block_table, spans, window)
+        chunks = _chunks(
+            chunked, query_start, num_kv, block_table, spans, window, spans_exceed_window
+        )
         chunked = chunked[:0]
     members = [*similar(decoding, num_kv), *([s] for s in chunked.tolist())]
     alone = len(members) == 1 and rows is None and chunks is None
@@ -118,9 +126,21 @@ def plan_attention(
                 blocks=block_table[np.asarray(seqs)],
                 spans=[spans[s] if len(spans) else () for s in seqs],
                 window=window,
+                spans_exceed_window=spans_exceed_window,
             )
         )
     return AttentionPlan(rows, chunks, tuple(groups))
+
+
+def _in_spans(positions: np.ndarray, spans: Spans) -> np.ndarray:
+    """Whether the position `[S]` of each sequence is in one of its spans."""
+    return np.array(
+        [
+            any(start <= position < stop for start, stop in (spans[s] if len(spans) else ()))
+            for s, position in enumerate(positions.tolist())
+        ],
+        bool,
+    )
 
 
 def _chunks(
@@ -130,14 +150,17 @@ def _chunks(
     block_table: np.ndarray,
     spans: Spans,
     window: int | None,
+    spans_exceed_window: bool,
 ) -> Segments:
-    """Sequences with several queries as segments."""
+    """Sequences as segments."""
     first, end = np.zeros((2, query_start[-1]), np.int64)
     for s in seqs.tolist():
         at = slice(int(query_start[s]), int(query_start[s + 1]))
         positions = np.arange(num_kv[s] - (at.stop - at.start), num_kv[s])
         of_sequence = spans[s] if len(spans) else ()
-        first[at], end[at] = seen_by(positions, spans=of_sequence, window=window)
+        first[at], end[at] = seen_by(
+            positions, spans=of_sequence, window=window, spans_exceed_window=spans_exceed_window
+        )
     return plan_segments(
         np.diff(query_start)[seqs],
         num_kv[seqs],

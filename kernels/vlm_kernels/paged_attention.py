@@ -46,6 +46,7 @@ def paged_attention_reference(
     scale: float,
     spans: Spans = (),
     window: int | None = None,
+    spans_exceed_window: bool = False,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """The definition: one query token and one head at a time, in float32."""
@@ -59,7 +60,7 @@ def paged_attention_reference(
             seen = [
                 j
                 for j in range(context_len + end - start)
-                if _sees(p, j, window, spans[s] if len(spans) else ())
+                if _sees(p, j, window, spans[s] if len(spans) else (), spans_exceed_window)
             ]
             blocks = _values(
                 kv_cache, layer, block_table[s, : seen[-1] // block_size + 1], head_dim
@@ -85,9 +86,16 @@ def _values(kv_cache: torch.Tensor, layer: int, table: np.ndarray, head_dim: int
     return values.view(*pieces.shape[:3], -1, head_dim)
 
 
-def _sees(p: int, j: int, window: int | None, spans: Sequence[tuple[int, int]]) -> bool:
-    seen = j <= p or any(a <= p < b and a <= j < b for a, b in spans)
-    return seen and (window is None or j > p - window)
+def _sees(
+    p: int,
+    j: int,
+    window: int | None,
+    spans: Sequence[tuple[int, int]],
+    spans_exceed_window: bool,
+) -> bool:
+    in_span = any(a <= p < b and a <= j < b for a, b in spans)
+    in_window = window is None or j > p - window
+    return (in_span and spans_exceed_window) or ((j <= p or in_span) and in_window)
 
 
 def paged_attention(

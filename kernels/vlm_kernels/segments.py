@@ -2,7 +2,7 @@
 
 One form for all attention with several queries per sequence. A patch sees all keys of its window.
 A prompt token sees the keys up to itself or to the end of its span, from the start of its sliding
-window on (`seen_by`).
+window or of its span on (`seen_by`).
 
 Shapes: T packed queries, S segments, K keys, H KV heads, G query heads per KV head, D head size.
 """
@@ -42,19 +42,26 @@ class Segments:
 
 
 def seen_by(
-    positions: np.ndarray, *, spans: Sequence[tuple[int, int]] = (), window: int | None = None
+    positions: np.ndarray,
+    *,
+    spans: Sequence[tuple[int, int]] = (),
+    window: int | None = None,
+    spans_exceed_window: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The keys [first, end) that tokens at these positions of one sequence see.
 
     A token sees the keys up to itself, or to the end of its span. A window limits only the past: it
-    keeps the last `window` keys up to the token itself.
+    keeps the last `window` keys up to the token itself. With `spans_exceed_window`, a token also
+    sees its span from the start.
     """
     first, end = np.zeros_like(positions), positions + 1
+    if window is not None:
+        first = np.maximum(0, positions - window + 1)
     for start, stop in spans:
         inside = (positions >= start) & (positions < stop)
         end = np.where(inside, np.maximum(end, stop), end)
-    if window is not None:
-        first = np.maximum(0, positions - window + 1)
+        if spans_exceed_window:
+            first = np.where(inside, np.minimum(first, start), first)
     return first, end
 
 

@@ -34,6 +34,7 @@ def plan_tiled(
     *,
     spans: Sequence[Sequence[tuple[int, int]]],
     window: int | None,
+    spans_exceed_window: bool,
     head_dim: int,
     dtype: torch.dtype,
     num_heads: int | None,
@@ -64,7 +65,7 @@ def plan_tiled(
     return plan_tiles(
         query_start, context_lens, block_table, num_groups=num_groups,
         cache=_shape(kv_cache, head_dim), prefill_rows=tile.rows, device=kv_cache.device,
-        spans=spans, window=window,
+        spans=spans, window=window, spans_exceed_window=spans_exceed_window,
     )  # fmt: skip
 
 

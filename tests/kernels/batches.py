@@ -43,12 +43,13 @@ class Batch:
     window: int | None
     use_native: bool = True
     softcap: float | None = None
+    spans_exceed_window: bool = False
 
     def fast(self, layer: int) -> torch.Tensor:
         plan = plan_attention(
             self.query_start, self.context_lens, self.block_table, self.kv_cache,
             head_dim=self.q.shape[-1], dtype=self.q.dtype, spans=self.spans, window=self.window,
-            use_native=self.use_native,
+            use_native=self.use_native, spans_exceed_window=self.spans_exceed_window,
         )  # fmt: skip
         return paged_attention(self.q, self.kv_cache, layer, plan, scale=0.3, softcap=self.softcap)
 
@@ -57,6 +58,7 @@ class Batch:
         return paged_attention_reference(
             self.q, self.kv_cache, layer, self.query_start, self.context_lens, self.block_table,
             scale=0.3, spans=self.spans, window=self.window, softcap=self.softcap,
+            spans_exceed_window=self.spans_exceed_window,
         )  # fmt: skip
 
     def exact(self, layer: int) -> torch.Tensor:

@@ -95,6 +95,23 @@ def test_tokens_of_one_span_see_each_other_in_both_directions(window: int | None
     assert (got - causal).abs().max() > 0.1, "the spans change nothing"
 
 
+@pytest.mark.parametrize("use_native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_see_the_start_of_their_span_beyond_the_window(
+    dtype: torch.dtype, use_native: bool
+) -> None:
+    """The last two are one query each: the end of a span, and a token behind it."""
+    spans = (((0, 11),), (), ((0, 47),), ((3, 19),), ((0, 21),), ((0, 20),))
+    lens = [(0, 13), (6, 4), (0, 47), (0, 22), (20, 1), (20, 1)]
+    batch = make_batch(lens, spans=spans, window=5, dtype=dtype)
+    batch = dataclasses.replace(batch, use_native=use_native, spans_exceed_window=True)
+    check(batch, 1)
+    got = batch.fast(1)
+    differs = (got - dataclasses.replace(batch, spans_exceed_window=False).fast(1)).abs() > 0.01
+    assert differs[-2].any(), "the end of a span sees no more than its window"
+    assert not differs[-1].any(), "a token behind a span sees more than its window"
+
+
 lengths = st.lists(
     st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 12))), min_size=1, max_size=7
 )

@@ -166,7 +166,8 @@ def _square(kind: str) -> dict[str, Any]:
 
 
 def _paligemma(text: str) -> Made:
-    more = {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 3}
+    """Gemma 2 has its default order of layers: with a window and without, in turn."""
+    more = {"query_pre_attn_scalar": 16, "layer_types": MIXED_LAYERS, "sliding_window": 8}
     fields = {
         "text_config": _text(text, **(more if text == "gemma2" else {})),
         "vision_config": _siglip(projection_dim=64),

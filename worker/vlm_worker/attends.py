@@ -9,7 +9,7 @@ class Attends(enum.StrEnum):
     """Which later tokens a token sees, besides itself and those before it.
 
     IMAGES: those of its own image. IMAGES_SLIDING: the same, in layers with a sliding window alone.
-    PREFIX: those of the whole prompt.
+    PREFIX: those of the whole prompt, all of it in layers with a sliding window, too.
     """
 
     CAUSAL = "causal"

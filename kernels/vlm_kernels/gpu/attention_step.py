@@ -96,6 +96,7 @@ def plan_tiles(
     device: torch.device,
     spans: Sequence[Sequence[tuple[int, int]]] = (),
     window: int | None = None,
+    spans_exceed_window: bool = False,
 ) -> TiledStep:
     """Divide one step into tiles and copy them to the device in one copy.
 
@@ -105,7 +106,13 @@ def plan_tiles(
     Raises:
         ValueError: a span ends after its sequence.
     """
-    first, limit = intervals(query_start, context_lens, spans=spans, window=window)
+    first, limit = intervals(
+        query_start,
+        context_lens,
+        spans=spans,
+        window=window,
+        spans_exceed_window=spans_exceed_window,
+    )
     planned = launches(query_start, first, limit, num_groups=num_groups, prefill_rows=prefill_rows)
     arrays = [first, limit, block_table, *(launch.tiles for launch in planned)]
     first_T, limit_T, table, *tiles = _to_device(arrays, device)
@@ -165,6 +172,7 @@ def intervals(
     *,
     spans: Sequence[Sequence[tuple[int, int]]] = (),
     window: int | None = None,
+    spans_exceed_window: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the interval that each packed query sees: `first` and `limit`, int32 `[T]` each.
 
@@ -180,7 +188,12 @@ def intervals(
             continue
         queries = slice(int(query_start[s]), int(query_start[s + 1]))
         num_kv = int(context_lens[s] + num_queries[s])
-        _, limit[queries] = seen_by(position[queries], spans=of_sequence)
+        first[queries], limit[queries] = seen_by(
+            position[queries],
+            spans=of_sequence,
+            window=window,
+            spans_exceed_window=spans_exceed_window,
+        )
         if limit[queries].max() > num_kv:
             raise ValueError(f"sequence {s}: a span ends after its {num_kv} positions")
     return first.astype(np.int32), limit.astype(np.int32)
@@ -247,12 +260,13 @@ def _tiles(
 
 
 def _longest(tiles: np.ndarray, first: np.ndarray, limit: np.ndarray) -> int:
-    """The first query of a tile has the smallest `first`; any query may have the largest limit."""
+    """The most positions that a tile reads; any of its queries may have an edge of them."""
     starts = tiles[:, 1]
     edges = np.stack([starts, starts + tiles[:, 2]], axis=1).ravel()
     # every second maximum between edges is that of a tile; the appended 0 ends the last one
     ends = np.maximum.reduceat(np.append(limit, 0), edges)[::2]
-    return int((ends - first[starts]).max())
+    begins = np.minimum.reduceat(np.append(first, first.max()), edges)[::2]
+    return int((ends - begins).max())
 
 
 def _power_of_two(n: int) -> int:

@@ -28,7 +28,7 @@ def planned(batch: Batch, kv_cache: torch.Tensor) -> AttentionPlan:
     return plan_attention(
         batch.query_start, batch.context_lens, batch.block_table, kv_cache,
         head_dim=batch.q.shape[-1], dtype=batch.q.dtype, spans=batch.spans, window=batch.window,
-        num_heads=batch.q.shape[1],
+        num_heads=batch.q.shape[1], spans_exceed_window=batch.spans_exceed_window,
     )  # fmt: skip
 
 
@@ -99,6 +99,19 @@ def test_tokens_of_one_span_see_each_other_in_both_directions(
     got = check(batch, device)
     causal = attend(dataclasses.replace(batch, spans=((),) * 4), device)
     assert (got - causal).abs().max() > 0.1, "the spans change nothing"
+
+
+def test_tokens_see_the_start_of_their_span_beyond_the_window(
+    splits: int, device: torch.device
+) -> None:
+    """The last two are one query each: the end of a span, and a token behind it."""
+    spans = (((2, 11),), (), ((0, 47),), ((3, 19),), ((0, 21),), ((0, 20),))
+    lens = [(0, 13), (6, 4), (0, 47), (0, 22), (20, 1), (20, 1)]
+    batch = make_batch(lens, spans=spans, window=5)
+    got = check(dataclasses.replace(batch, spans_exceed_window=True), device)
+    differs = (got - attend(batch, device)).abs() > 0.01
+    assert differs[-2].any(), "the end of a span sees no more than its window"
+    assert not differs[-1].any(), "a token behind a span sees more than its window"
 
 
 def test_a_soft_cap_bounds_the_scores(splits: int, device: torch.device) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from worker.identity.engines import make_runner
+from worker.unlisted_checkpoints import VOCAB_SIZE, make_unlisted, unlist
 
-from vlm_worker.core.step_values import ScoredRows
+from vlm_worker.core.probe import make_probes, steps
+from vlm_worker.core.step_values import SampleParams, ScoredRows
 from vlm_worker.model import prompt_scores
 from vlm_worker.model.prompt_scores import score_rows
 
@@ -56,3 +62,35 @@ def test_a_row_that_is_not_finite_has_no_value_and_others_have_theirs(
     assert np.isnan(found.logprobs).tolist() == [False, True, False]
     np.testing.assert_allclose(found.logprobs[[0, 2]], -np.log(VOCABULARY), atol=1e-5)
     assert found.top_ids.shape == (3, num_top)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma2", "qwen3_vl"])
+def test_a_step_of_an_unlisted_model_makes_logits_of_sampled_rows_and_of_slices_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    unlist(monkeypatch)
+    path = make_unlisted(tmp_path / name, name)
+    runner = make_runner(path, block_size=4, kv_memory_bytes=1 << 22)
+    probe = make_probes(runner.family, avoid=())[1]
+    (inputs, _), *_ = steps([probe], [()], runner.family.spec.attends, block_size=4, chunk=100)
+    want = torch.log_softmax(runner.logits(inputs), dim=-1)
+    count = len(inputs.token_ids) - 1
+    assert count > 3
+    scored = ScoredRows(np.arange(count), probe.token_ids[1 : count + 1], NUM_TOP)
+    inputs = dataclasses.replace(
+        inputs,
+        sample_rows=inputs.sample_rows[-1:],
+        sampling=SampleParams.all_greedy(1),
+        scored=scored,
+    )
+    counts: list[int] = []
+    runner._model.get_output_embeddings().register_forward_hook(
+        lambda head, args, output: counts.append(output.numel() // VOCAB_SIZE)
+    )
+    monkeypatch.setattr(prompt_scores, "MAX_SLICE", 3 * VOCAB_SIZE)
+    output = runner.execute(inputs)
+    assert counts == [1, *[3] * (count // 3), *[count % 3] * (count % 3 > 0)]
+    assert output.token_ids.tolist() == [int(want[-1].argmax())]
+    assert output.scores is not None
+    chosen = want[:count].gather(-1, torch.from_numpy(scored.token_ids)[:, None])
+    np.testing.assert_allclose(output.scores.logprobs, chosen[:, 0].numpy(), atol=1e-5)

@@ -15,6 +15,7 @@ from worker.unlisted_checkpoints import make_unlisted, unlist
 from vlm_worker.attends import Attends
 from vlm_worker.core.families import Family, ModelConfigError
 from vlm_worker.core.families.generic import MODEL_TYPES
+from vlm_worker.core.probe import NUM_ANSWER
 from vlm_worker.model import generic, runner
 from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.loader import load_model
@@ -78,6 +79,10 @@ def with_wider_windows(plan: Plan, *args: Any, **how: Any) -> Any:
     return plan(*args, **how | {"window": None if window is None else window + 1})
 
 
+def with_windows_inside_spans(plan: Plan, *args: Any, **how: Any) -> Any:
+    return plan(*args, **how | {"spans_exceed_window": False})
+
+
 BROKEN = [
     ("qwen3_vl", with_all_in_one_span),
     ("gemma3", without_spans),
@@ -88,6 +93,8 @@ BROKEN = [
     ("gemma4", with_wider_windows),
     ("paligemma2", without_spans),
     ("paligemma2", with_shorter_spans),
+    ("paligemma2", with_wider_windows),
+    ("paligemma2", with_windows_inside_spans),
 ]
 
 
@@ -127,6 +134,24 @@ def test_an_encoder_in_another_order_answers_otherwise_than_generate(
     monkeypatch.setattr(generic, "rows_of", lambda output: rows_of(output).flip(0))
     with pytest.raises(ModelConfigError, match=r"otherwise than generate\(\): \d"):
         start(models(name), *Stage)
+
+
+def test_an_answer_to_an_image_takes_the_logits_of_its_own_rows_alone(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt with an image can have a thousand rows of a quarter of a million tokens each."""
+    logits, steps = runner.ModelRunner.logits, []
+
+    def counted(self: runner.ModelRunner, inputs: Any) -> torch.Tensor:
+        made = logits(self, inputs)
+        steps.append((len(inputs.token_ids), len(made)))
+        return made
+
+    monkeypatch.setattr(runner.ModelRunner, "logits", counted)
+    start(models("paligemma2"), *Stage)
+    (num_prompt, num_rows), *answer = steps[-1 - NUM_ANSWER :]
+    assert num_prompt > 10
+    assert (num_rows, answer) == (1, [(1, 1)] * NUM_ANSWER)
 
 
 def test_levels_that_are_lost_are_refused(

@@ -120,11 +120,13 @@ def steps(
     *,
     block_size: int,
     chunk: int,
+    first_sampled: int = 0,
 ) -> Iterator[tuple[StepInputs, list[int]]]:
-    """The steps that compute all probes together, and the probe of each packed token.
+    """The steps that compute all probes together, and the probe of each sampled row.
 
-    `embeddings` are those of each probe's images. All logits are sampled. A chunk has about `chunk`
-    tokens; the answer is computed token by token.
+    `embeddings` are those of each probe's images. The tokens from `first_sampled` on are sampled: a
+    row of a large vocabulary takes 1 MiB. A chunk has about `chunk` tokens; the answer is computed
+    token by token.
     """
     done = [0] * len(probes)
     ends = np.cumsum([num_blocks([probe], block_size) - 1 for probe in probes]).tolist()
@@ -145,8 +147,13 @@ def steps(
                 done[number] = end
         if not work:
             return
-        owners = [number for number, start, end in work for _ in range(end - start)]
-        yield _inputs(probes, embeddings, blocks, work, attends, block_size), owners
+        sampled = [max(start, first_sampled) for _, start, _ in work]
+        owners = [
+            number
+            for (number, _, end), first in zip(work, sampled, strict=True)
+            for _ in range(first, end)
+        ]
+        yield _inputs(probes, embeddings, blocks, work, sampled, attends, block_size), owners
 
 
 def _inputs(
@@ -154,12 +161,13 @@ def _inputs(
     embeddings: Sequence[Sequence[Any]],
     blocks: Sequence[np.ndarray],
     work: Sequence[tuple[int, int, int]],
+    sampled: Sequence[int],
     attends: Attends,
     block_size: int,
 ) -> StepInputs:
-    """One step of chunks (probe, start, end)."""
+    """One step of chunks (probe, start, end), each sampled from a position on."""
     table = np.zeros((len(work), max(len(blocks[number]) for number, _, _ in work)), np.int32)
-    ids, positions, slots, rows = [], [], [], []
+    ids, positions, slots, rows, samples = [], [], [], [], []
     at = 0
     for row, (number, start, end) in enumerate(work):
         probe, index = probes[number], np.arange(start, end)
@@ -172,6 +180,7 @@ def _inputs(
             if first < last:
                 offset = first - item.offset
                 rows.append(ImageRows(embedding, offset, at + first - start, last - first))
+        samples.append(np.arange(at + sampled[row] - start, at + end - start))
         at += end - start
     counts = [end - start for _, start, end in work]
     return StepInputs(
@@ -183,6 +192,6 @@ def _inputs(
         block_table=table,
         spans=tuple(probes[number].spans(attends) for number, _, _ in work),
         image_rows=tuple(rows),
-        sample_rows=np.arange(at),
-        sampling=SampleParams.all_greedy(at),
+        sample_rows=np.concatenate(samples),
+        sampling=SampleParams.all_greedy(sum(map(len, samples))),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -86,6 +86,33 @@ class GenericModel:
         rows_ND = self._rows(ids_T, images) if images else None
         with step_of_thread(step):
             return self.forward(ids_T, rows_ND, position_ids=positions_PT, logits_to_keep=sampled_R)
+
+    def logits_and_head(
+        self,
+        ids_T: torch.Tensor,
+        images: Sequence[tuple[int, torch.Tensor]],
+        positions_PT: torch.Tensor,
+        step: StepContext,
+        sampled_R: torch.Tensor,
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """`logits`, and a function that gives those of any other tokens `[S]` of this step."""
+        base, outputs = self._model.base_model, []
+        hook = base.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        try:
+            logits = self.logits(ids_T, images, positions_PT, step, sampled_R)
+        finally:
+            hook.remove()
+        (output,) = outputs
+
+        def head(tokens_S: torch.Tensor) -> torch.Tensor:
+            # the whole model, since some bound the logits behind their head
+            base.forward = lambda **_: output
+            try:
+                return self.forward(ids_T, None, logits_to_keep=tokens_S)
+            finally:
+                del base.forward
+
+        return logits, head
 
     def forward(
         self, ids_T: torch.Tensor, rows_ND: torch.Tensor | None, **arguments: Any

@@ -29,6 +29,8 @@ def score_rows(
 ) -> Scores:
     """Score the tokens behind `scored.rows`.
 
+    `hidden_TD` may be what stands for hidden states, such as indices `[T]`, if `head` takes it.
+
     A row's values depend on its logits only. The head may round them otherwise in another slice, as
     it may for the rows of another batch.
     """

@@ -376,30 +376,32 @@ class ModelRunner:
         positions = torch.tensor(inputs.positions, device=self.device)
         rows = torch.tensor(inputs.sample_rows, device=self.device)
         if self._generic is not None:
-            return self._generic_logits(inputs, positions, rows)
+            return self._generic.logits(*self._generic_inputs(inputs, positions), rows)
         return self._decode(self._embed(inputs), positions, self._step_context(inputs), rows)
 
-    def _generic_logits(
-        self, inputs: StepInputs, positions: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        assert self._generic is not None
+    def _generic_inputs(
+        self, inputs: StepInputs, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]], torch.Tensor, StepContext]:
+        """The arguments of `GenericModel.logits`, without the sampled tokens."""
         ids = torch.tensor(inputs.token_ids, device=self.device)
         images = [(part.dst_start, self._part_rows(part)) for part in inputs.image_rows]
-        return self._generic.logits(ids, images, positions, self._step_context(inputs), rows)
+        return ids, images, positions, self._step_context(inputs)
 
     def _scored(self, inputs: StepInputs, scored: ScoredRows) -> StepOutput:
         """Run a step that scores prompts: it needs the hidden states of more rows than R."""
         positions = torch.tensor(inputs.positions, device=self.device)
+        rows = torch.tensor(inputs.sample_rows, device=self.device)
         if self._generic is not None:
+            logits, of_tokens = self._generic.logits_and_head(
+                *self._generic_inputs(inputs, positions), rows
+            )
+            output = sample(logits, inputs.sampling)
             every = torch.arange(len(inputs.token_ids), device=self.device)
-            logits = self._generic_logits(inputs, positions, every)
-            output = sample(logits[torch.tensor(inputs.sample_rows)], inputs.sampling)
-            scores = score_rows(logits, lambda rows: rows, scored, vocab_size=self.vocab_size)
+            scores = score_rows(every, of_tokens, scored, vocab_size=self.vocab_size)
             return dataclasses.replace(output, scores=scores)
         assert self._decoder is not None, "no language model is loaded"
         step = self._step_context(inputs)
         hidden = self._decoder.hidden(self._embed(inputs), positions, step)
-        rows = torch.tensor(inputs.sample_rows, device=self.device)
         output = sample(self._decoder.head(hidden[rows]), inputs.sampling)
         scores = score_rows(hidden, self._decoder.head, scored, vocab_size=self.vocab_size)
         return dataclasses.replace(output, scores=scores)
@@ -471,6 +473,7 @@ class ModelRunner:
                 dtype=self._loaded.dtype,
                 spans=inputs.spans if in_all_layers or window is not None else (),
                 window=window,
+                spans_exceed_window=attends is Attends.PREFIX,
                 num_heads=self._num_heads,
             )
 

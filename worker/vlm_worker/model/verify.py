@@ -218,13 +218,21 @@ def _paged(
     attends: Attends,
     *,
     chunk: int,
+    first_sampled: int = 0,
 ) -> list[torch.Tensor]:
-    """Logits of all tokens of each probe, float32 `[T, V]`, by steps over KV blocks."""
+    """Logits of each probe's tokens from `first_sampled` on, float32, by steps over KV blocks."""
     assumed = with_mask(loaded, Verification(attends, 0.0))
     layout = _layout(loaded)
     runner = ModelRunner(assumed, "", kv_layout=layout, num_blocks=num_blocks(probes, BLOCK_SIZE))
     parts: list[list[torch.Tensor]] = [[] for _ in probes]
-    for inputs, owners in steps(probes, embeddings, attends, block_size=BLOCK_SIZE, chunk=chunk):
+    for inputs, owners in steps(
+        probes,
+        embeddings,
+        attends,
+        block_size=BLOCK_SIZE,
+        chunk=chunk,
+        first_sampled=first_sampled,
+    ):
         logits = runner.logits(inputs)
         for number in sorted(set(owners)):
             rows = [row for row, owner in enumerate(owners) if owner == number]
@@ -279,8 +287,15 @@ def _whole_difference(loaded: LoadedModel, avoid: Collection[int]) -> float:
     answer = output.sequences[0, ids.shape[1] : -1].cpu().numpy()
     told = dataclasses.replace(probe, token_ids=np.concatenate([prompt.token_ids, answer]))
     wanted = torch.cat(output.logits).float()
-    got = _paged(loaded, [told], [[embedding]], family.spec.attends, chunk=WHOLE)
-    return difference([got[0][probe.num_prompt - 1 :]], [wanted])
+    got = _paged(
+        loaded,
+        [told],
+        [[embedding]],
+        family.spec.attends,
+        chunk=WHOLE,
+        first_sampled=probe.num_prompt - 1,
+    )
+    return difference(got, [wanted])
 
 
 def _encode_noise(loaded: LoadedModel) -> tuple[PreparedImage, Embedding]:
