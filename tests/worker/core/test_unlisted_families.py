@@ -121,6 +121,13 @@ def test_facts_of_unlisted_families() -> None:
         assert one.spec.attends is Attends.CAUSAL
 
 
+@pytest.mark.parametrize(("config", "processor"), [(QWEN3, PACKED), (GLM, FRAMES)])
+def test_positions_have_three_rows_without_a_field(
+    config: dict[str, Any], processor: dict[str, Any]
+) -> None:
+    assert family(config, processor, text_config=TEXT).num_position_rows == 3
+
+
 @pytest.mark.parametrize("name", TEXT_DEFAULTS)
 def test_defaults_of_language_models_are_those_of_transformers(name: str) -> None:
     config = CONFIG_MAPPING[name]()

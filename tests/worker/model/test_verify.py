@@ -14,6 +14,7 @@ from worker.unlisted_checkpoints import make_unlisted, unlist
 
 from vlm_worker.attends import Attends
 from vlm_worker.core.families import Family, ModelConfigError
+from vlm_worker.core.families import generic as families
 from vlm_worker.core.families.generic import MODEL_TYPES
 from vlm_worker.model import generic, runner
 from vlm_worker.model.build import RunnerSettings, build_runner
@@ -164,6 +165,27 @@ def changed(models: Callable[[str], Path], tmp_path: Path, name: str, change: An
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
+
+
+def without_sections(config: dict[str, Any]) -> None:
+    del config["text_config"]["rope_parameters"]["mrope_section"]
+
+
+def test_default_sections_of_positions_are_computed(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    runner = start(changed(models, tmp_path, "qwen3_vl", without_sections), *Stage)
+    assert runner.verification is not None
+    assert runner.verification.difference < 1e-5
+    assert runner.family.num_position_rows == 3
+
+
+def test_a_reference_knows_grids_whatever_the_positions_are(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "MROPE_TYPES", frozenset())
+    with pytest.raises(ModelConfigError, match="finds no mask"):
+        start(models("qwen3_vl"))
 
 
 REFUSED = [

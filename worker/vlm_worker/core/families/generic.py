@@ -65,6 +65,11 @@ MODEL_TYPES: Final[Mapping[str, tuple[ControlToken | None, ...]]] = {
 No start can show this without a tokenizer, so a type that is absent here is refused.
 """
 
+MROPE_TYPES: Final = frozenset(
+    {"glm46v", "glm4v", "glm4v_moe", "glm_ocr", "qwen3_vl", "qwen3_vl_moe"}
+)
+"""Those with three rows of positions, also if `config.json` leaves out `mrope_section`."""
+
 
 def parse_unlisted(files: Files) -> Family:
     """The Family of one of MODEL_TYPES.
@@ -76,7 +81,7 @@ def parse_unlisted(files: Files) -> Family:
     model_type = config.text("model_type")
     text = config.child("text_config") if "text_config" in config else config
     _check_text(config, text)
-    kind, spec = _spec_of(files, text)
+    kind, spec = _spec_of(files)
     vision = config.child("vision_config")
     defaults = TEXT_DEFAULTS.get(text.text("model_type", ""), {})
     sizes = {name: text.count(name, defaults.get(name)) for name in _SIZES}
@@ -101,7 +106,7 @@ def parse_unlisted(files: Files) -> Family:
 _SIZES = ("vocab_size", "hidden_size", "max_position_embeddings")
 
 
-def _spec_of(files: Files, text: ConfigFields) -> tuple[str, FamilySpec]:
+def _spec_of(files: Files) -> tuple[str, FamilySpec]:
     """The kind of the image processor, and the facts of a model whose mask is not known yet."""
     fields = files.image_processor
     named = fields.text("image_processor_type")
@@ -112,7 +117,7 @@ def _spec_of(files: Files, text: ConfigFields) -> tuple[str, FamilySpec]:
             f"is {named!r}, whose images are not built; built for unlisted families: "
             f"{', '.join(sorted(_PROCESSORS))}",
         )
-    has_axes = any("mrope_section" in rope for rope in _ropes(text))
+    has_axes = files.config.text("model_type") in MROPE_TYPES
     return kind, FamilySpec(
         module="",
         model_class="",
