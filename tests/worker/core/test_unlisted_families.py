@@ -159,10 +159,10 @@ AWQ = {"quant_method": "awq"}
             "rope_parameters: rope_type is 'longrope'",
         ),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
             {},
             {},
-            "full_attention: rope_type is 'dynamic'",
+            "full_attention: rope_type is 'longrope'",
         ),
         ({"model_type": "new", "hidden_size": None}, {}, {}, "hidden_size must be an integer"),
         ({}, {}, {"image_processor_type": "X"}, "'X', whose images are not built; .*GotOcr2"),

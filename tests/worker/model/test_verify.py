@@ -188,6 +188,27 @@ def test_a_reference_knows_grids_whatever_the_positions_are(
         start(models("qwen3_vl"))
 
 
+def with_dynamic_positions(config: dict[str, Any]) -> None:
+    """As InternVL 3 is published."""
+    text = config["text_config"]
+    del text["rope_parameters"]
+    text |= {"rope_theta": 1e6, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic"}}
+
+
+def test_positions_that_grow_behind_the_longest_sequence_are_served(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = changed(models, tmp_path, "internvl", with_dynamic_positions)
+    rotary = load_model(path, LM, dtype="float32").model.get_decoder().rotary_emb
+    assert rotary.rope_type == "dynamic"
+    before = rotary.inv_freq.clone()
+    rotary(torch.ones(1), torch.tensor([[rotary.config.max_position_embeddings - 1]]))
+    assert torch.equal(rotary.inv_freq, before)
+    found = start(path, *Stage).verification
+    assert found is not None
+    assert found.difference < 1e-5
+
+
 REFUSED = [
     (
         lambda config: config.update(model_type="mllama"),

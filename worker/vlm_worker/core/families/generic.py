@@ -34,7 +34,6 @@ HALF = (0.5, 0.5, 0.5)
 _BACKENDS = ("", "Fast", "Pil")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _STATELESS = frozenset({"full_attention", "sliding_attention"})
-_GROWING_ROPE = frozenset({"dynamic", "longrope"})
 
 TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, int]]] = {
     name: dict(zip(("vocab_size", "hidden_size", "max_position_embeddings"), sizes, strict=True))
@@ -144,11 +143,11 @@ def _check_text(config: ConfigFields, text: ConfigFields) -> None:
                 "use a model whose layers are full_attention or sliding_attention",
             )
     for rope in _ropes(text):
-        kind = rope.text("rope_type", rope.text("type", "default"))
-        if kind in _GROWING_ROPE:
+        # `dynamic` changes positions only behind max_position_embeddings, which no sequence reaches
+        if rope.text("rope_type", rope.text("type", "default")) == "longrope":
             raise rope.error(
                 "rope_type",
-                f"is {kind!r}, whose positions change with the longest sequence of a step; remove "
+                "is 'longrope', whose positions change with the longest sequence of a step; remove "
                 "it to serve the original context",
             )
 
