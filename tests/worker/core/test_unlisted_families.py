@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import types
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from vlm_worker.core.families import (
 from vlm_worker.core.families.generic import MODEL_TYPES, TEXT_DEFAULTS
 from vlm_worker.core.image_geometry import FramesProcessor, TilesProcessor
 from vlm_worker.media.patches import make_patches
+from vlm_worker.model.memory import encode_bytes
+from vlm_worker.serve.budget import image_bytes
 
 TEXT = {
     "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "max_position_embeddings": 512,
@@ -69,6 +73,25 @@ def test_tiles_are_those_of_transformers(height: int, width: int) -> None:
     geometry = processor.geometry(height, width)
     assert geometry.grid_thw[0] == count
     assert geometry.num_tokens == 4 * count == processor.num_tokens(geometry.grid_thw)
+
+
+@given(SIDES, SIDES)
+def test_no_tiled_image_is_larger_than_the_largest(height: int, width: int) -> None:
+    one = family(INTERNVL, TILES)
+    largest = one.processor.largest
+    assert largest == one.geometry(900, 1200)
+    assert largest.num_tokens == one.processor.max_tokens == 4 * 13
+    geometry = one.geometry(height, width)
+    assert geometry.num_tokens <= largest.num_tokens
+    held = 4 * math.prod(geometry.grid_thw) * one.processor.patch_dim
+    assert held + 3 * geometry.height * geometry.width <= image_bytes(one)
+
+
+def test_a_call_of_a_tower_holds_all_tiles() -> None:
+    sizes = types.SimpleNamespace(hidden_size=32, intermediate_size=64)
+    one = family(INTERNVL, TILES)
+    largest = encode_bytes(sizes, one, num_tokens=4 * 13, element_bytes=4)
+    assert encode_bytes(sizes, one, num_tokens=1, element_bytes=4) == largest
 
 
 @pytest.mark.parametrize("size", [(61, 250), (250, 61), (56, 56), (230, 200), (9, 3), (300, 299)])
