@@ -248,7 +248,12 @@ def test_unlisted_weights_are_not_rounded(models: Callable[[str], Path], weights
         build_runner(settings)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "paligemma2", "glm4v", "internvl"])
+IN_16_BITS = [
+    "qwen3_vl", "qwen3_vl_moe", "gemma3", "paligemma2", "glm4v", "glm4v_moe", "internvl",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
 def test_the_start_finds_the_same_mask_in_bfloat16(
     models: Callable[[str], Path], name: str
 ) -> None:
