@@ -258,3 +258,4 @@ def unlist(patch: pytest.MonkeyPatch) -> None:
         patch.delitem(FAMILIES, name)  # type: ignore[arg-type]
     for name in ("gemma3", "gemma4", "qwen2_5_vl"):
         patch.setitem(generic.MODEL_TYPES, name, (None,))  # type: ignore[attr-defined]
+    patch.setattr(generic, "MROPE_TYPES", generic.MROPE_TYPES | {"qwen2_5_vl"})

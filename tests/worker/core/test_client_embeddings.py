@@ -27,6 +27,7 @@ from vlm_worker.core.client_embeddings import (
     read_header,
 )
 from vlm_worker.core.families import load_family
+from vlm_worker.core.image_geometry import Grid, TilesProcessor
 from vlm_worker.types import ITEMSIZE, EmbedLayout
 
 LAYOUT = EmbedLayout("revision", hidden_size=3, num_levels=1, dtype="bfloat16")
@@ -157,6 +158,30 @@ def test_a_grid_that_no_still_image_has_is_refused() -> None:
     for grid in ((1, 3, 4), (2, 4, 6), (1, 4, 65_534), (1, 1, 1)):
         with pytest.raises(ClientEmbeddingError, match="no image of this model"):
             num_tokens_of(grid, PROCESSOR)
+
+
+TILES = TilesProcessor(
+    patch_size=14,
+    merge_size=2,
+    resample=3,
+    rescale_factor=1 / 255,
+    image_mean=(0.5,) * 3,
+    image_std=(0.5,) * 3,
+    side=56,
+    max_tiles=6,
+)
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_the_grid_of_a_tiled_image_has_its_tokens(height: int, width: int) -> None:
+    geometry = TILES.geometry(height, width)
+    assert num_tokens_of(geometry.grid_thw, TILES) == geometry.num_tokens
+
+
+@pytest.mark.parametrize("grid", [(2, 4, 4), (8, 4, 4), (3, 4, 6), (1, 2, 4)])
+def test_a_grid_that_no_tiled_image_has_is_refused(grid: Grid) -> None:
+    with pytest.raises(ClientEmbeddingError, match=r"processor, \[tiles, height, width\]"):
+        num_tokens_of(grid, TILES)
 
 
 def test_a_tensor_must_have_the_layout_and_a_row_per_token() -> None:

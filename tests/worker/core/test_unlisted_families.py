@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import types
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from vlm_worker.core.families import (
 from vlm_worker.core.families.generic import MODEL_TYPES, TEXT_DEFAULTS
 from vlm_worker.core.image_geometry import FramesProcessor, TilesProcessor
 from vlm_worker.media.patches import make_patches
+from vlm_worker.model.memory import encode_bytes
+from vlm_worker.serve.budget import image_bytes
 
 TEXT = {
     "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "max_position_embeddings": 512,
@@ -69,6 +73,25 @@ def test_tiles_are_those_of_transformers(height: int, width: int) -> None:
     geometry = processor.geometry(height, width)
     assert geometry.grid_thw[0] == count
     assert geometry.num_tokens == 4 * count == processor.num_tokens(geometry.grid_thw)
+
+
+@given(SIDES, SIDES)
+def test_no_tiled_image_is_larger_than_the_largest(height: int, width: int) -> None:
+    one = family(INTERNVL, TILES)
+    largest = one.processor.largest
+    assert largest == one.geometry(900, 1200)
+    assert largest.num_tokens == one.processor.max_tokens == 4 * 13
+    geometry = one.geometry(height, width)
+    assert geometry.num_tokens <= largest.num_tokens
+    held = 4 * math.prod(geometry.grid_thw) * one.processor.patch_dim
+    assert held + 3 * geometry.height * geometry.width <= image_bytes(one)
+
+
+def test_a_call_of_a_tower_holds_all_tiles() -> None:
+    sizes = types.SimpleNamespace(hidden_size=32, intermediate_size=64)
+    one = family(INTERNVL, TILES)
+    largest = encode_bytes(sizes, one, num_tokens=4 * 13, element_bytes=4)
+    assert encode_bytes(sizes, one, num_tokens=1, element_bytes=4) == largest
 
 
 @pytest.mark.parametrize("size", [(61, 250), (250, 61), (56, 56), (230, 200), (9, 3), (300, 299)])
@@ -121,6 +144,13 @@ def test_facts_of_unlisted_families() -> None:
         assert one.spec.attends is Attends.CAUSAL
 
 
+@pytest.mark.parametrize(("config", "processor"), [(QWEN3, PACKED), (GLM, FRAMES)])
+def test_positions_have_three_rows_without_a_field(
+    config: dict[str, Any], processor: dict[str, Any]
+) -> None:
+    assert family(config, processor, text_config=TEXT).num_position_rows == 3
+
+
 @pytest.mark.parametrize("name", TEXT_DEFAULTS)
 def test_defaults_of_language_models_are_those_of_transformers(name: str) -> None:
     config = CONFIG_MAPPING[name]()
@@ -152,10 +182,10 @@ AWQ = {"quant_method": "awq"}
             "rope_parameters: rope_type is 'longrope'",
         ),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
             {},
             {},
-            "full_attention: rope_type is 'dynamic'",
+            "full_attention: rope_type is 'longrope'",
         ),
         ({"model_type": "new", "hidden_size": None}, {}, {}, "hidden_size must be an integer"),
         ({}, {}, {"image_processor_type": "X"}, "'X', whose images are not built; .*GotOcr2"),

@@ -196,13 +196,35 @@ def test_an_unreadable_model_is_refused_with_path_and_fix(
     assert "config.json" in str(caught.value) or str(model_dir) in str(caught.value)
 
 
-def test_code_in_the_model_is_never_run(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("stages", [(Stage.ENCODER,), LM, tuple(Stage)], ids=str)
+def test_code_in_the_model_is_never_run(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, stages: tuple[Stage, ...]
+) -> None:
     (model_dir / "modeling.py").write_text("raise SystemExit('run')")
     auto_map = {"AutoConfig": "modeling.A", "AutoModelForImageTextToText": "modeling.B"}
     edit(model_dir, lambda config: config.update(auto_map=auto_map))
-    loaded = load_model(model_dir, LM)
+    loaded = load_model(model_dir, stages)
     assert "auto_map names code that comes with the model; it is never run" in caplog.messages
     assert type(loaded.model).__module__.startswith("transformers.models.")
+
+
+EXTRA = "model.language_model.layers.0.self_attn.q_norm.weight"
+
+
+def add_tensor(model_dir: Path, name: str) -> None:
+    tensors = load_file(model_dir / WEIGHTS)
+    save_file({**tensors, name: torch.ones(4)}, model_dir / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("stages", [(Stage.ENCODER,), LM, tuple(Stage)], ids=str)
+def test_code_of_a_model_that_uses_more_weights_is_refused(
+    model_dir: Path, stages: tuple[Stage, ...]
+) -> None:
+    add_tensor(model_dir, EXTRA if Stage.DECODE in stages else "model.visual.merger.scale")
+    load_model(model_dir, stages)
+    edit(model_dir, lambda config: config.update(auto_map={"AutoConfig": "modeling.A"}))
+    with pytest.raises(ModelConfigError, match=r"auto_map .* does not use .* \(one of 1 tensors\)"):
+        load_model(model_dir, stages)
 
 
 @pytest.mark.parametrize("part", [None, "text_config"])

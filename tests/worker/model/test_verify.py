@@ -14,6 +14,7 @@ from worker.unlisted_checkpoints import make_unlisted, unlist
 
 from vlm_worker.attends import Attends
 from vlm_worker.core.families import Family, ModelConfigError
+from vlm_worker.core.families import generic as families
 from vlm_worker.core.families.generic import MODEL_TYPES
 from vlm_worker.core.probe import NUM_ANSWER
 from vlm_worker.model import generic, runner
@@ -191,6 +192,48 @@ def changed(models: Callable[[str], Path], tmp_path: Path, name: str, change: An
     return tmp_path
 
 
+def without_sections(config: dict[str, Any]) -> None:
+    del config["text_config"]["rope_parameters"]["mrope_section"]
+
+
+def test_default_sections_of_positions_are_computed(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    runner = start(changed(models, tmp_path, "qwen3_vl", without_sections), *Stage)
+    assert runner.verification is not None
+    assert runner.verification.difference < 1e-5
+    assert runner.family.num_position_rows == 3
+
+
+def test_a_reference_knows_grids_whatever_the_positions_are(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "MROPE_TYPES", frozenset())
+    with pytest.raises(ModelConfigError, match="finds no mask"):
+        start(models("qwen3_vl"))
+
+
+def with_dynamic_positions(config: dict[str, Any]) -> None:
+    """As InternVL 3 is published."""
+    text = config["text_config"]
+    del text["rope_parameters"]
+    text |= {"rope_theta": 1e6, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic"}}
+
+
+def test_positions_that_grow_behind_the_longest_sequence_are_served(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = changed(models, tmp_path, "internvl", with_dynamic_positions)
+    rotary = load_model(path, LM, dtype="float32").model.get_decoder().rotary_emb
+    assert rotary.rope_type == "dynamic"
+    before = rotary.inv_freq.clone()
+    rotary(torch.ones(1), torch.tensor([[rotary.config.max_position_embeddings - 1]]))
+    assert torch.equal(rotary.inv_freq, before)
+    found = start(path, *Stage).verification
+    assert found is not None
+    assert found.difference < 1e-5
+
+
 REFUSED = [
     (
         lambda config: config.update(model_type="mllama"),
@@ -230,7 +273,12 @@ def test_unlisted_weights_are_not_rounded(models: Callable[[str], Path], weights
         build_runner(settings)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "paligemma2", "glm4v", "internvl"])
+IN_16_BITS = [
+    "qwen3_vl", "qwen3_vl_moe", "gemma3", "paligemma2", "glm4v", "glm4v_moe", "internvl",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
 def test_the_start_finds_the_same_mask_in_bfloat16(
     models: Callable[[str], Path], name: str
 ) -> None:

@@ -18,13 +18,14 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 
-from vlm_worker.core.image_geometry import Grid, Processor
+from vlm_worker.core.image_geometry import Grid, Processor, TilesProcessor
 from vlm_worker.types import ITEMSIZE, EmbedLayout
 
 MAX_HEADER_BYTES: Final = (1 << 16) - 1
 """One tensor's header has about a hundred bytes."""
 KEY_TAG: Final = b"triptych/client-embedding/1"
 GRID_FIELD: Final = "grid_thw"
+_PATCHES: Final = "[1, height, width] in patches"
 _MAX_SIDE: Final = (1 << 16) - 1
 _LENGTH: Final = struct.Struct("<Q")
 _METADATA: Final = "__metadata__"
@@ -152,11 +153,14 @@ def num_tokens_of(grid: Grid, processor: Processor) -> int:
     Raises:
         ClientEmbeddingError: no still image of this model has the grid.
     """
+    is_tiled = isinstance(processor, TilesProcessor)
     num_tokens = processor.num_tokens(grid)
-    if num_tokens is None or grid[0] != 1 or num_tokens > processor.max_tokens:
+    is_still = is_tiled or grid[0] == 1
+    if num_tokens is None or not is_still or num_tokens > processor.max_tokens:
+        axes = "[tiles, height, width], in patches of a tile" if is_tiled else _PATCHES
         raise ClientEmbeddingError(
             f"no image of this model has the grid {list(grid)}; send that of its image processor, "
-            f"[1, height, width] in patches, with at most {processor.max_tokens} visual tokens"
+            f"{axes}, with at most {processor.max_tokens} visual tokens"
         )
     return num_tokens
 

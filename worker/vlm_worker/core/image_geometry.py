@@ -16,8 +16,8 @@ from typing import ClassVar
 from vlm_worker.errors import InvalidRequestError
 
 MAX_ASPECT_RATIO = 200
-LARGE_SIDE = 1 << 14
-"""Pixels per side: no image has more visual tokens than a square of this side."""
+_LARGE_SIDE = 1 << 14
+"""Pixels per side of a square that is larger than the bounds of any model."""
 
 Grid = tuple[int, int, int]
 
@@ -79,6 +79,11 @@ class DynamicProcessor(_Fields):
     def max_tokens(self) -> int:
         """Visual tokens of the largest image."""
         return max(1, self.max_pixels // self.factor**2)
+
+    @property
+    def largest(self) -> Geometry:
+        """The geometry of the largest square; other aspect ratios may have a few more patches."""
+        return self.geometry(_LARGE_SIDE, _LARGE_SIDE)
 
     @property
     def tokens_per_megapixel(self) -> int:
@@ -226,6 +231,10 @@ class FixedProcessor(_Fields):
         return self.grid[1] * self.grid[2] // self.merge_size**2 + self.num_extra_tokens
 
     @property
+    def largest(self) -> Geometry:
+        return self.geometry(_LARGE_SIDE, _LARGE_SIDE)
+
+    @property
     def tokens_per_megapixel(self) -> int:
         return self.max_tokens
 
@@ -292,7 +301,12 @@ class TilesProcessor(_Fields):
 
     @property
     def max_tokens(self) -> int:
-        return _with_whole(self.max_tiles) * self.tile_tokens
+        return self.largest.num_tokens
+
+    @property
+    def largest(self) -> Geometry:
+        """That of the most tiles, which a square may not have."""
+        return self._geometry_of(_with_whole(self.max_tiles))
 
     @property
     def tokens_per_megapixel(self) -> int:
@@ -317,7 +331,9 @@ class TilesProcessor(_Fields):
     def geometry(self, height: int, width: int) -> Geometry:
         """The size is that of the tiles, one below the other."""
         rows, columns = self.tiling(height, width)
-        tiles = _with_whole(rows * columns)
+        return self._geometry_of(_with_whole(rows * columns))
+
+    def _geometry_of(self, tiles: int) -> Geometry:
         patches = self.side // self.patch_size
         grid = (tiles, patches, patches)
         return Geometry(tiles * self.side, self.side, grid, tiles * self.tile_tokens)

@@ -1,6 +1,6 @@
 """Checks the files of a model directory before loading: only safetensors, and no code.
 
-config.json ─┬─ auto_map? ignored          *.safetensors ─▶ names, shapes, types, revision
+config.json ─┬─ auto_map? not run          *.safetensors ─▶ names, shapes, types, revision
              └─ model_type ─▶ Family       *.bin, *.pt    ─▶ refused
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,24 @@ class Checkpoint:
             if tensor.dtype in num_bytes:
                 num_bytes[tensor.dtype] += tensor.num_bytes
         return _DTYPES[max(num_bytes, key=num_bytes.__getitem__)]
+
+    def check_unread(self, names: Collection[str], *, unloaded: Collection[str]) -> None:
+        """Refuse a model with code of its own, of which transformers' class leaves out weights.
+
+        `names` are tensors without a place in that class; those of `unloaded` modules are no sign
+        of another model. Without `auto_map`, they are remains of training.
+
+        Raises:
+            ModelConfigError: the code in the directory computes more than this class.
+        """
+        prefixes = tuple(f"{name}." for name in unloaded)
+        foreign = sorted(name for name in names if not name.startswith(prefixes))
+        if "auto_map" in self.config and foreign:
+            raise ModelConfigError(
+                f"{self.path / 'config.json'}: auto_map names code that is never run, and "
+                f"transformers' own model of {self.family.model_type!r} does not use {foreign[0]} "
+                f"(one of {len(foreign)} tensors); use a checkpoint without code of its own"
+            )
 
     def revision(self) -> str:
         """A hash of the content, 16 hex digits, for models without a revision.

@@ -339,6 +339,8 @@ def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) 
             f"{checkpoint.path}: the checkpoint {problem} {names[0]} (one of {len(names)}); "
             "config.json and the weights are of different models, or files are missing"
         )
+    unloaded = [name for name, part in model.named_modules() if isinstance(part, UnloadedModule)]
+    checkpoint.check_unread(report["unexpected_keys"], unloaded=unloaded)
     unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unread, f"never read: {unread[:3]}"
     return model

@@ -15,7 +15,6 @@ import torch
 from vlm_kernels import gpu
 from vlm_kernels.kv_rows import GROUPED, MIXED, slot_elements
 from vlm_worker.core.families import Family
-from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.cgroup import available_memory_bytes
 from vlm_worker.types import ITEMSIZE, KIVI_GROUP, KVLayout, Narrow, Stage
@@ -92,7 +91,7 @@ def encode_bytes(vision: Any, family: Family, *, num_tokens: int, element_bytes:
     `vision` is transformers' config of the tower. The call has at least the largest image. An
     activation has `element_bytes`.
     """
-    largest = family.geometry(LARGE_SIDE, LARGE_SIDE)
+    largest = family.processor.largest
     num_patches = math.prod(largest.grid_thw)
     patches_per_token = math.ceil(num_patches / largest.num_tokens)
     num_patches = max(num_patches, num_tokens * patches_per_token)

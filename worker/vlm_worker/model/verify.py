@@ -24,6 +24,7 @@ import torch
 
 from vlm_worker.attends import Attends
 from vlm_worker.core.families import Family, Geometry
+from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.probe import (
     NUM_ANSWER,
@@ -201,7 +202,7 @@ def _own_arguments(loaded: LoadedModel, model: GenericModel, probe: Probe) -> di
     """What the family's own processor returns beside ids and pixels."""
     ids = torch.tensor(probe.token_ids, device=loaded.device)[None]
     arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
-    if loaded.family.spec.positions == "mrope" and probe.items:
+    if isinstance(loaded.family.processor, DynamicProcessor) and probe.items:
         arguments["image_grid_thw"] = torch.tensor(probe.grids, device=loaded.device)
     if model.takes("token_type_ids"):
         types = (ids == loaded.family.image_token_id).long()

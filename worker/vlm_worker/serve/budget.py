@@ -16,7 +16,6 @@ from typing import Final
 
 from vlm_worker.annotations import MAX_IMAGE_BYTES
 from vlm_worker.core.families import Family
-from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.core.request_memory import SMALL_SHARE, MemoryBudget, divide
 from vlm_worker.engine.embedding_reads import BUFFER_BYTES
@@ -145,7 +144,7 @@ def request_memory(
         ValueError: the flag's value is too small; the text gives the minimum.
     """
     encodes = Stage.ENCODER in settings.stages
-    largest, geometry = image_bytes(family), family.geometry(LARGE_SIDE, LARGE_SIDE)
+    largest, geometry = image_bytes(family), family.processor.largest
     # one eighth of the image memory is reserved for small images
     least_images = math.ceil(largest * SMALL_SHARE / (SMALL_SHARE - 1)) + SMALL_SHARE
     per_pixel = largest / (geometry.height * geometry.width)
@@ -170,7 +169,7 @@ def request_memory(
 
 def image_bytes(family: Family) -> int:
     """Bytes of the largest image, from decoding until it is encoded: its patches and pixels."""
-    geometry = family.geometry(LARGE_SIDE, LARGE_SIDE)
+    geometry = family.processor.largest
     patches = 4 * math.prod(geometry.grid_thw) * family.processor.patch_dim
     # other aspect ratios may have a few more patches than the square
     return math.ceil(1.05 * (patches + 3 * geometry.height * geometry.width))

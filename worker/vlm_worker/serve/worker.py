@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from vlm_worker.attends import Attends
-from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.sources import Sources
 from vlm_worker.engine.constraints import Constraints
@@ -235,7 +234,7 @@ def _engine(
             f"--kv-prune-text={settings.kv_prune_text}: {problem}: remove the flag"
         )
     cold_bytes = cold_cache_bytes(settings, loaded.device)
-    largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
+    largest = loaded.family.processor.largest.num_tokens
     constraints = None
     if loaded.vocabulary is not None:
         cpus = settings.compute.num_threads or num_cpus()

@@ -34,7 +34,6 @@ HALF = (0.5, 0.5, 0.5)
 _BACKENDS = ("", "Fast", "Pil")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _STATELESS = frozenset({"full_attention", "sliding_attention"})
-_GROWING_ROPE = frozenset({"dynamic", "longrope"})
 
 TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, int]]] = {
     name: dict(zip(("vocab_size", "hidden_size", "max_position_embeddings"), sizes, strict=True))
@@ -65,6 +64,11 @@ MODEL_TYPES: Final[Mapping[str, tuple[ControlToken | None, ...]]] = {
 No start can show this without a tokenizer, so a type that is absent here is refused.
 """
 
+MROPE_TYPES: Final = frozenset(
+    {"glm46v", "glm4v", "glm4v_moe", "glm_ocr", "qwen3_vl", "qwen3_vl_moe"}
+)
+"""Those with three rows of positions, also if `config.json` leaves out `mrope_section`."""
+
 
 def parse_unlisted(files: Files) -> Family:
     """The Family of one of MODEL_TYPES.
@@ -76,7 +80,7 @@ def parse_unlisted(files: Files) -> Family:
     model_type = config.text("model_type")
     text = config.child("text_config") if "text_config" in config else config
     _check_text(config, text)
-    kind, spec = _spec_of(files, text)
+    kind, spec = _spec_of(files)
     vision = config.child("vision_config")
     defaults = TEXT_DEFAULTS.get(text.text("model_type", ""), {})
     sizes = {name: text.count(name, defaults.get(name)) for name in _SIZES}
@@ -101,7 +105,7 @@ def parse_unlisted(files: Files) -> Family:
 _SIZES = ("vocab_size", "hidden_size", "max_position_embeddings")
 
 
-def _spec_of(files: Files, text: ConfigFields) -> tuple[str, FamilySpec]:
+def _spec_of(files: Files) -> tuple[str, FamilySpec]:
     """The kind of the image processor, and the facts of a model whose mask is not known yet."""
     fields = files.image_processor
     named = fields.text("image_processor_type")
@@ -112,7 +116,7 @@ def _spec_of(files: Files, text: ConfigFields) -> tuple[str, FamilySpec]:
             f"is {named!r}, whose images are not built; built for unlisted families: "
             f"{', '.join(sorted(_PROCESSORS))}",
         )
-    has_axes = any("mrope_section" in rope for rope in _ropes(text))
+    has_axes = files.config.text("model_type") in MROPE_TYPES
     return kind, FamilySpec(
         module="",
         model_class="",
@@ -139,11 +143,11 @@ def _check_text(config: ConfigFields, text: ConfigFields) -> None:
                 "use a model whose layers are full_attention or sliding_attention",
             )
     for rope in _ropes(text):
-        kind = rope.text("rope_type", rope.text("type", "default"))
-        if kind in _GROWING_ROPE:
+        # `dynamic` changes positions only behind max_position_embeddings, which no sequence reaches
+        if rope.text("rope_type", rope.text("type", "default")) == "longrope":
             raise rope.error(
                 "rope_type",
-                f"is {kind!r}, whose positions change with the longest sequence of a step; remove "
+                "is 'longrope', whose positions change with the longest sequence of a step; remove "
                 "it to serve the original context",
             )
 
