@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from vlm_cli.plan import capacity, speed
@@ -47,6 +47,19 @@ class Numbers:
     weights: str
     has_scales: bool = False
     visual_share: float = 0.0
+
+    def refusal(
+        self, node: Node, facts: ModelFacts, stages: Collection[Role], role: Role
+    ) -> str | None:
+        """Return why pods with these types cannot run on a node class; see `Node.refusal`."""
+        return node.refusal(
+            facts,
+            stages,
+            role,
+            weights=self.weights,
+            has_scales=self.has_scales,
+            kv_dtype=self.kv_dtype,
+        )
 
     def kv_token_bytes(self, facts: ModelFacts) -> int:
         return capacity.kv_token_bytes(facts, self.kv_dtype, self.visual_share)

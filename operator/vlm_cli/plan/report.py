@@ -245,14 +245,7 @@ def _nodes(
             if node.memory is not None:
                 memory = node.memory_of(facts, stages, weights=numbers.weights)
             if memory is None or memory.missing or not memory.kv:
-                why = node.refusal(
-                    facts,
-                    stages,
-                    Role.DECODE,
-                    weights=numbers.weights,
-                    has_scales=numbers.has_scales,
-                    kv_dtype=numbers.kv_dtype,
-                )
+                why = numbers.refusal(node, facts, stages, Role.DECODE)
                 rows.append({**row, "KV": "-", "tokens": "-", "requests": "-", "why": why or "-"})
                 continue
             block_size = capacity.block_size_of(
@@ -298,14 +291,7 @@ def _lending(facts: ModelFacts, nodes: Sequence[Node], numbers: Numbers) -> Sect
                 weights, "B", "what all stages load beside tower and projector"
             ),
         }
-        why = node.refusal(
-            facts,
-            every,
-            Role.ENCODER,
-            weights=numbers.weights,
-            has_scales=numbers.has_scales,
-            kv_dtype=numbers.kv_dtype,
-        )
+        why = numbers.refusal(node, facts, every, Role.ENCODER)
         if node.memory is None or why is not None:
             rows.append({**row, "KV": "-", "tokens": "-", "why": why or "its memory is unknown"})
             continue

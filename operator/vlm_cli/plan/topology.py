@@ -114,14 +114,7 @@ def choose(
         for role, stages in roles.items():
             usable = []
             for node in nodes:
-                problem = node.refusal(
-                    facts,
-                    stages,
-                    role,
-                    weights=numbers.weights,
-                    has_scales=numbers.has_scales,
-                    kv_dtype=numbers.kv_dtype,
-                )
+                problem = numbers.refusal(node, facts, stages, role)
                 if problem is None:
                     assert node.device is not None
                     speed = Speed(node.device, *shares)
