@@ -34,7 +34,7 @@ def make_checkpoint(directory: Path, model_type: str, *, seed: int = 0) -> Path:
     model_class = getattr(importlib.import_module(spec.module), spec.model_class)
     config = model_class.config_class.from_dict({"model_type": model_type, **fields})
     config.dtype = "float32"
-    model = _randomised(model_class(config).eval(), seed)
+    model = randomised(model_class(config).eval(), seed)
     model.save_pretrained(directory)
     generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (directory / "generation_config.json").write_text(json.dumps(generation))
@@ -52,18 +52,20 @@ def make_processor(directory: Path, model_type: str) -> Any:
 
 
 @torch.no_grad()
-def _randomised(model: Any, seed: int) -> Any:
+def randomised(model: Any, seed: int) -> Any:
+    """Give a tiny model random weights under which its answers depend on all of them."""
     rng = torch.Generator().manual_seed(seed)
     for name, weights in model.named_parameters():
         if weights.ndim >= 2:
             weights.normal_(0, 1.5 * weights[0].numel() ** -0.5, generator=rng)
-        elif "norm" in name or "ln_q" in name:
+        elif "norm" in name or "ln" in name:
             weights.add_(torch.empty_like(weights).normal_(0, 0.2, generator=rng))
         else:
             weights.normal_(0, 0.1, generator=rng)
     model.get_input_embeddings().weight.normal_(0, 1, generator=rng)
     ids = torch.randint(10, by_code.NUM_TEXT_TOKENS, (1, 64), generator=rng)
-    model.lm_head.weight.mul_(1.2 * MIN_LOGITS_STD / model(input_ids=ids).logits.std())
+    scale = 1.2 * MIN_LOGITS_STD / model(input_ids=ids).logits.std()
+    model.get_output_embeddings().weight.mul_(scale)
     return model
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from worker.checkpoints import MIN_LOGITS_STD
+from worker.checkpoints import randomised
 
 from vlm_worker.core.families import FAMILIES, generic
 
@@ -42,7 +41,7 @@ def make_unlisted(
     fields["text_config"] = fields["text_config"] | {"vocab_size": vocab_size}
     config = CONFIG_MAPPING[model_type](**fields, tie_word_embeddings=False)
     config.dtype = "float32"
-    model = _randomised(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval(), seed)
+    model = randomised(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval(), seed)
     model.save_pretrained(directory)
     _write_defaults(directory, config)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -54,23 +53,6 @@ def make_unlisted(
 def _write_defaults(directory: Path, config: Any) -> None:
     """Write the fields that equal transformers' defaults, too."""
     (directory / "config.json").write_text(config.to_json_string(use_diff=False))
-
-
-@torch.no_grad()
-def _randomised(model: Any, seed: int) -> Any:
-    rng = torch.Generator().manual_seed(seed)
-    for name, weights in model.named_parameters():
-        if weights.ndim >= 2:
-            weights.normal_(0, 1.5 * weights[0].numel() ** -0.5, generator=rng)
-        elif "norm" in name or "ln" in name:
-            weights.add_(torch.empty_like(weights).normal_(0, 0.2, generator=rng))
-        else:
-            weights.normal_(0, 0.1, generator=rng)
-    model.get_input_embeddings().weight.normal_(0, 1, generator=rng)
-    ids = torch.randint(10, NUM_TEXT_TOKENS, (1, 64), generator=rng)
-    scale = 1.2 * MIN_LOGITS_STD / model(input_ids=ids).logits.std()
-    model.get_output_embeddings().weight.mul_(scale)
-    return model
 
 
 def _text(model_type: str | None = None, **more: Any) -> dict[str, Any]:

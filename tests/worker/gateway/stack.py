@@ -159,6 +159,13 @@ class Stack:
     def url(self) -> str:
         return self.gateway.url
 
+    def forget(self, ability: str) -> None:
+        """Let the Hello of all workers lack a flag, as that of workers of an older version."""
+        for peer in self.gateway.context.registry.peers.values():
+            assert peer.hello is not None
+            assert getattr(peer.hello, ability)
+            peer.hello = dataclasses.replace(peer.hello, **{ability: False})
+
     async def until_idle(self, timeout: float = 60.0) -> None:
         """Every worker that lives has given everything back."""
         async with asyncio.timeout(timeout):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -227,10 +226,7 @@ async def test_they_come_once_if_the_prefill_pod_fails_while_it_computes_them() 
 async def test_a_worker_that_knows_none_gets_no_request_for_them() -> None:
     """A worker of an older version sends a Hello without `prompt_logprobs`."""
     async with stack(*E_PD) as served, client(served) as api:
-        for peer in served.gateway.context.registry.peers.values():
-            assert peer.hello is not None
-            assert peer.hello.prompt_logprobs
-            peer.hello = dataclasses.replace(peer.hello, prompt_logprobs=False)
+        served.forget("prompt_logprobs")
         for asked in (body(), body(max_tokens=1)):
             with pytest.raises(openai.InternalServerError, match="log-probabilities") as refused:
                 await api.completions.create(**asked)
