@@ -88,7 +88,7 @@ class Constraints:
         Raises InvalidRequestError if it is no grammar, or exceeds a limit.
         """
         make = functools.partial(self.matcher, request)
-        has_begun = len(request.token_ids) > request.num_prompt_tokens
+        has_begun = request.num_delivered_tokens > 0
         return await asyncio.wrap_future(self._compiler.submit(make, has_begun=has_begun))
 
     def matcher(self, request: Request) -> Matcher:

@@ -141,8 +141,7 @@ class GatewayContext:
         """Return the request as one of its tenant, if tenants take turns."""
         if not self.config_watcher.now.config.is_fair:
             return prepared
-        num_prompt_tokens = prepared.num_tokens(0) - 1
-        seconds = self.work.seconds(num_prompt_tokens, prepared.sampling.max_tokens)
+        seconds = self.work.seconds(prepared.num_prompt_tokens, prepared.sampling.max_tokens)
         weighted = min(seconds / self._weight_of(tenant), MAX_WEIGHTED_SECONDS)
         return dataclasses.replace(
             prepared, tenant=tenant, work_seconds=seconds, weighted_seconds=weighted

@@ -18,20 +18,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from vlm_worker.gateway.body import Receive
 from vlm_worker.gateway.http_response import Send
+from vlm_worker.gateway.rate_limits import HEADERS
 
 METHODS: Final = ("GET", "POST")
 """The methods that the gateway serves."""
 PREFLIGHT_SECONDS: Final = 600
 """How long a browser may keep the answer to a preflight."""
-EXPOSED: Final = (
-    "x-request-id",
-    "retry-after",
-    *(
-        f"x-ratelimit-{what}-{name}"
-        for what in ("limit", "remaining", "reset")
-        for name in ("requests", "tokens")
-    ),
-)
+EXPOSED: Final = ("x-request-id", "retry-after", *HEADERS)
 """The headers of a response that a page may read besides those that it always may."""
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 

@@ -274,8 +274,8 @@ def begins_in(text: str, utf8_bytes: Sequence[bytes]) -> list[int]:
 
     If the joined bytes are not UTF-8, each token is counted with U+FFFD for its invalid bytes. This
     is exact for byte tokens and approximate for others. If the tokens have more characters than
-    `text`, it lacks a space before the first word. A token without
-    bytes begins where the next one does.
+    `text`, it lacks a space before the first word. A token without bytes begins where the next one
+    does.
     """
     begins, count = [], 0
     valid = _is_text(b"".join(utf8_bytes))

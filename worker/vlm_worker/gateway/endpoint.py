@@ -198,7 +198,7 @@ class Endpoint:
         Raises:
             RateLimitError: the tenant has fewer tokens left.
         """
-        num_tokens = sum(one.num_tokens(0) - 1 for one in requests)
+        num_tokens = sum(one.num_prompt_tokens for one in requests)
         exchange.access.num_prompt_tokens = num_tokens
         exchange.charge.prompt(num_tokens, now=self._context.clock())
         return tuple(self._context.in_turn(one, exchange.tenant) for one in requests)
@@ -210,7 +210,7 @@ class Endpoint:
             return
         stages = trace.stages()
         self._context.work.ended(
-            requests[0].num_tokens(0) - 1,
+            requests[0].num_prompt_tokens,
             choices.num_output_tokens,
             prompt_seconds=stages.get("encode", 0.0) + stages.get("prefill", 0.0),
             output_seconds=self._context.clock() - trace.first_byte,

@@ -33,14 +33,15 @@ SMOOTHING: Final = 0.05
 """Weight of the last request in each mean: about the last twenty count."""
 
 
-def _equal(_: str) -> float:
+def equal(_: str) -> float:
+    """The weight of each tenant if none has another."""
     return 1.0
 
 
 class FairQueue(Generic[T]):
     """Waiting items, each of a tenant. `weight_of` returns the weight of a tenant, above 0."""
 
-    def __init__(self, weight_of: Callable[[str], float] = _equal) -> None:
+    def __init__(self, weight_of: Callable[[str], float] = equal) -> None:
         self._weight_of = weight_of
         self._lines: dict[str, dict[T, float]] = {}
         """Items and their seconds, by tenant; the first tenant has the turn."""

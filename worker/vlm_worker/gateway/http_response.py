@@ -34,7 +34,7 @@ class Response:
     """The HTTP response. It starts with the first byte, so that earlier errors set the status.
 
     `failure` writes the last event of a stream that fails; the writer of the answer may set it.
-    `headers` returns more headers, when the response starts. `status` is 0 before.
+    `headers` returns more headers, when the response starts.
     """
 
     def __init__(self, send: Send) -> None:
@@ -42,7 +42,6 @@ class Response:
         self.started = False
         self.failure = _error_event
         self.headers: Callable[[], Mapping[str, str]] = dict
-        self.status = 0
 
     async def write(self, body: bytes) -> None:
         """Send bytes of an event stream; start it if necessary."""
@@ -91,7 +90,7 @@ class Response:
             logger.debug("the client disconnected before the error was sent")
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.started, self.status = True, status
+        self.started = True
         fields = {**headers, **self.headers()}
         raw = [(name.encode(), value.encode()) for name, value in fields.items()]
         await self._put({"type": "http.response.start", "status": status, "headers": raw})

@@ -26,6 +26,13 @@ CONCURRENT_RETRY_SECONDS: Final = 1.0
 ROUNDING: Final = 1e-6
 """Units that a bucket may lack because its additions were rounded."""
 
+HEADERS: Final = tuple(
+    f"x-ratelimit-{what}-{name}"
+    for what in ("limit", "remaining", "reset")
+    for name in ("requests", "tokens")
+)
+"""OpenAI's headers of a response (`RequestCharge.headers`)."""
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 

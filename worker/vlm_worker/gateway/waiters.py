@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 
-from vlm_worker.gateway.fair_queue import FairQueue
+from vlm_worker.gateway.fair_queue import FairQueue, equal
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -27,10 +27,6 @@ class _Waiter:
     is_helped: bool = False
 
 
-def _equal(_: str) -> float:
-    return 1.0
-
-
 class Waiters:
     """The waiting requests of one gateway, in order, by group.
 
@@ -38,7 +34,7 @@ class Waiters:
     """
 
     def __init__(self) -> None:
-        self.weight_of: Callable[[str], float] = _equal
+        self.weight_of: Callable[[str], float] = equal
         self._groups: dict[Hashable, FairQueue[_Waiter]] = {}
         self._changed = False
         self._waking: asyncio.Task[None] | None = None

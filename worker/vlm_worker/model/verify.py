@@ -35,7 +35,13 @@ from vlm_worker.core.probe import (
     num_blocks,
     steps,
 )
-from vlm_worker.model.generic import GenericEncoder, GenericModel, encoder_inputs, plain_attention
+from vlm_worker.model.generic import (
+    TYPE_IDS,
+    GenericEncoder,
+    GenericModel,
+    encoder_inputs,
+    plain_attention,
+)
 from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import make_kv_layout
 from vlm_worker.model.runner import ModelRunner
@@ -270,7 +276,7 @@ def _whole_difference(loaded: LoadedModel, avoid: Collection[int]) -> float:
         for name, value in tensors.items()
     }
     ids = torch.tensor(prompt.token_ids, device=loaded.device)[None]
-    for name in ("mm_token_type_ids", "moe_mm_token_type_ids"):
+    for name in TYPE_IDS:
         if model.takes(name):
             arguments[name] = (ids == family.image_token_id).int()
     with plain_attention(loaded.model):

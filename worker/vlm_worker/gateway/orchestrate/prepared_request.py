@@ -82,9 +82,14 @@ class PreparedRequest:
         """The layout of its embeddings in place of images, which is one; None without any."""
         return next((image.layout for image in self.images if image.layout is not None), None)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt with all images."""
+        return len(self.prompt_without(frozenset()).token_ids)
+
     def num_tokens(self, num_delivered: int) -> int:
         """Tokens for which a pod needs KV, after so many were delivered."""
-        return len(self.prompt_without(frozenset()).token_ids) + num_delivered + 1
+        return self.num_prompt_tokens + num_delivered + 1
 
     def demand(self, num_delivered: int, caches: PodCaches) -> Demand:
         """The demand on the route after `num_delivered` tokens of the answer."""
